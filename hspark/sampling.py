@@ -1,0 +1,182 @@
+"""The one logits → log-probabilities function of the package, and its counter-based noise.
+
+Target, drafters and plain decoding all call `target_log_probs`, so temperature, filters and penalties mean the same
+thing everywhere. Noise is a pure function of (seed, position, token id, stream): it needs no state, survives any
+batching, and two parties that ask for the same noise get the same noise (the coupling of SPEC section 7).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# At or below this temperature a request is greedy, everywhere: drafting, verification and reporting share it.
+GREEDY_TEMPERATURE = 1e-5
+
+# Independent noise streams. The coupled stream is shared between target and drafter on purpose.
+STREAM_COUPLED, STREAM_DRAFT, STREAM_ACCEPT, STREAM_RECOVER = 0, 1, 2, 3
+
+
+class SamplingState(NamedTuple):
+    """Sampling parameters of R rows, as tensors. V is the vocabulary size.
+
+    temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: float32 [R].
+    top_k: int64 [R], 0 for off.  seed: int64 [R].
+    bias: float32 [R, V] added to the logits, or None while no request uses it.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    seed: Tensor
+    bias: Tensor | None = None
+
+    @staticmethod
+    def defaults(rows: int, device: torch.device | str = "cpu") -> SamplingState:
+        """Greedy decoding without filters for `rows` rows."""
+
+        def full(value: float) -> Tensor:
+            return torch.full((rows,), value, dtype=torch.float32, device=device)
+
+        def zeros() -> Tensor:
+            return torch.zeros(rows, dtype=torch.int64, device=device)
+
+        return SamplingState(full(0.0), zeros(), full(1.0), full(0.0), full(1.0), full(0.0), full(0.0), zeros())
+
+    def take(self, rows: Tensor) -> SamplingState:
+        """The parameters of `rows` (int64 [N]), in that order: one entry per packed slot."""
+        return SamplingState(*(None if field is None else field[rows] for field in self))
+
+
+class SamplingMode(NamedTuple):
+    """Which parts of the processing any running request needs: static flags, known to the host.
+
+    A step compiled or run for one mode does no work for the parts that are off.
+    """
+
+    sampled: bool = False  # some row has a temperature above GREEDY_TEMPERATURE
+    filters: bool = False  # some row uses top_k, top_p or min_p
+    penalties: bool = False  # some row uses a repetition, presence or frequency penalty
+    bias: bool = False  # some row uses logit_bias
+
+    def merge(self, other: SamplingMode) -> SamplingMode:
+        return SamplingMode(*(a or b for a, b in zip(self, other, strict=True)))
+
+
+class TokenCounts(NamedTuple):
+    """Occurrences behind each slot, for penalties. in_prompt bool [N, V]; in_output int64/float [N, V]."""
+
+    in_prompt: Tensor
+    in_output: Tensor
+
+
+def process_logits(logits: Tensor, state: SamplingState, mode: SamplingMode, counts: TokenCounts | None) -> Tensor:
+    """Logits [N, V] after bias and penalties, float32, before temperature and filters.
+
+    Repetition penalty divides positive and multiplies negative logits of tokens seen in prompt or output; presence
+    and frequency penalties subtract for tokens seen in the output (the definitions of the OpenAI API). The bias is
+    added last, so that a bias of -100 bans a token whatever the penalties do.
+    """
+    logits = logits.float()
+    if mode.penalties:
+        if counts is None:
+            raise ValueError("counts is None, but mode.penalties is set: pass the TokenCounts of the slots")
+        seen = counts.in_prompt | (counts.in_output > 0)
+        factor = torch.where(seen, state.repetition_penalty[:, None], 1.0)
+        logits = torch.where(logits > 0, logits / factor, logits * factor)
+        logits = logits - state.frequency_penalty[:, None] * counts.in_output
+        logits = logits - state.presence_penalty[:, None] * (counts.in_output > 0)
+    if mode.bias and state.bias is not None:
+        logits = logits + state.bias
+    return logits
+
+
+def filter_log_probs(log_probs: Tensor, state: SamplingState) -> Tensor:
+    """log_probs [N, V] with tokens outside top-k, top-p and min-p at -inf, renormalised. At least one token stays.
+
+    The filters apply in that order, each to what the one before left; ties at a boundary of top-k are kept, so that
+    the result does not depend on the order of token ids.
+    """
+    vocab = log_probs.shape[-1]
+    ranked, _ = log_probs.sort(dim=-1, descending=True)
+    k = torch.where(state.top_k > 0, state.top_k.clamp(max=vocab), vocab)
+    kth = ranked.gather(-1, (k - 1)[:, None])
+    ranked = torch.where(ranked >= kth, ranked, -math.inf)
+    probs = ranked.softmax(dim=-1)
+    # A token is in the nucleus iff the mass before it is below top_p; the first always is.
+    before = probs.cumsum(dim=-1) - probs
+    inside = (before < state.top_p[:, None]) | (state.top_p[:, None] >= 1.0)
+    inside[:, 0] = True
+    floor = torch.where(inside, ranked, math.inf).amin(dim=-1, keepdim=True)
+    floor = torch.maximum(floor, kth)
+    min_p = state.min_p[:, None]
+    floor = torch.where(min_p > 0, torch.maximum(floor, ranked[:, :1] + min_p.log()), floor)
+    kept = torch.where(log_probs >= floor, log_probs, -math.inf)
+    return kept.log_softmax(dim=-1)
+
+
+def target_log_probs(
+    logits: Tensor, state: SamplingState, mode: SamplingMode, counts: TokenCounts | None = None
+) -> Tensor:
+    """The law that a request samples from: float32 log-probabilities [N, V] of slots with logits [N, V].
+
+    `state` holds one entry per slot (`SamplingState.take`). Order: penalties and bias, temperature, top-k, top-p, min-p.
+    A greedy slot (temperature <= GREEDY_TEMPERATURE) gets a point mass on its argmax, the lowest id among equals.
+    NaN logits give NaN rows: callers report them, they are never sampled silently.
+    """
+    logits = process_logits(logits, state, mode, counts)
+    greedy = state.temperature <= GREEDY_TEMPERATURE
+    best = logits.argmax(dim=-1, keepdim=True)
+    point = torch.full_like(logits, -math.inf).scatter_(-1, best, 0.0)
+    point = torch.where(logits.isnan().any(dim=-1, keepdim=True), math.nan, point)
+    if not mode.sampled:
+        return point
+    heat = torch.where(greedy, 1.0, state.temperature)[:, None]
+    log_probs = (logits / heat).log_softmax(dim=-1)
+    if mode.filters:
+        log_probs = filter_log_probs(log_probs, state)
+    return torch.where(greedy[:, None], point, log_probs)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 on int64 tensors (arithmetic wraps; shifts are made logical by masking)."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def _key(seed: Tensor, position: Tensor, stream: int) -> Tensor:
+    """One well-mixed int64 per (seed, position, stream), of seed's shape."""
+    x = _mix(seed + 0x632BE59BD9B4E019)
+    x = _mix(x ^ _mix(position * 8 + stream + 0x1F123BB5159A55E5))
+    return x
+
+
+def _unit(bits: Tensor) -> Tensor:
+    """int64 hash → float32 in (0, 1), with 53 bits near 0 so that the far tail of -log is not cut off."""
+    value = ((bits >> 11) & 0x1FFFFFFFFFFFFF).float() * 2.0**-53 + 2.0**-55
+    return value.clamp(max=1 - 2.0**-24)
+
+
+def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int, stream: int = STREAM_COUPLED) -> Tensor:
+    """Standard Gumbel noise, float32 [..., vocab_size], for int64 seeds and positions of shape [...].
+
+    A pure function of (seed, position, token id, stream). argmax(log_probs + noise) is a draw from softmax(log_probs).
+    """
+    key = _key(seed, position, stream)[..., None]
+    ids = torch.arange(vocab_size, dtype=torch.int64, device=seed.device)
+    bits = _mix(key + ids * -0x61C8864680B583EB)
+    # -log1p(-u) is exponential with full relative precision where it is small, which is where the argmax is decided.
+    return -torch.log(-torch.log1p(-_unit(bits)))
+
+
+def uniform_noise(seed: Tensor, position: Tensor, stream: int = STREAM_ACCEPT) -> Tensor:
+    """Uniform noise in (0, 1), float32, of the shape of `seed` and `position` (int64)."""
+    return _unit(_mix(_key(seed, position, stream) + 0x3C6EF372FE94F82B))
