@@ -2,13 +2,13 @@
 
 Target, drafters and plain decoding all call `target_log_probs`, so temperature, filters and penalties mean the same
 thing everywhere. Noise is a pure function of (seed, position, token id, stream): it needs no state, survives any
-batching, and two parties that ask for the same noise get the same noise (the coupling of SPEC section 7).
+batching, and two parties that ask for the same noise get the same noise (which is what couples them).
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ GREEDY_TEMPERATURE = 1e-5
 
 # Independent noise streams. The coupled stream is shared between target and drafter on purpose.
 STREAM_COUPLED, STREAM_DRAFT, STREAM_ACCEPT, STREAM_RECOVER = 0, 1, 2, 3
+
+
+# Keys of `slot_key` leave room for this many slots behind one anchor.
+SLOTS_PER_ANCHOR = 1024
 
 
 class SamplingState(NamedTuple):
@@ -52,7 +56,8 @@ class SamplingState(NamedTuple):
 
     def take(self, rows: Tensor) -> SamplingState:
         """The parameters of `rows` (int64 [N]), in that order: one entry per packed slot."""
-        return SamplingState(*(None if field is None else field[rows] for field in self))
+        taken: dict[str, Any] = {name: None if x is None else x[rows] for name, x in self._asdict().items()}
+        return SamplingState(**taken)
 
 
 class SamplingMode(NamedTuple):
@@ -127,7 +132,7 @@ def target_log_probs(
 ) -> Tensor:
     """The law that a request samples from: float32 log-probabilities [N, V] of slots with logits [N, V].
 
-    `state` holds one entry per slot (`SamplingState.take`). Order: penalties and bias, temperature, top-k, top-p, min-p.
+    `state` holds one entry per slot (`SamplingState.take`). Order: penalties, bias, temperature, top-k, top-p, min-p.
     A greedy slot (temperature <= GREEDY_TEMPERATURE) gets a point mass on its argmax, the lowest id among equals.
     NaN logits give NaN rows: callers report them, they are never sampled silently.
     """
@@ -180,3 +185,16 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int, stream: int = 
 def uniform_noise(seed: Tensor, position: Tensor, stream: int = STREAM_ACCEPT) -> Tensor:
     """Uniform noise in (0, 1), float32, of the shape of `seed` and `position` (int64)."""
     return _unit(_mix(_key(seed, position, stream) + 0x3C6EF372FE94F82B))
+
+
+def slot_key(anchor: Tensor, slot: Tensor | int) -> Tensor:
+    """The `position` under which noise is drawn that belongs to one slot of one step, int64, shapes broadcast.
+
+    Slot k behind the anchor at position t drafts the token at t + 1 + k, and so does slot k - 1 of a step that is
+    anchored one token later. Noise keyed by the drafted position would return to a later step after it had already
+    steered an earlier one: a probabilistic drafter would propose again the very token whose confidence shortened,
+    or replaced, its chain before, and what is emitted would depend on that. An anchor position occurs in one step of
+    a request at most, so (anchor, slot) occurs once, and every draw is fresh. Used for STREAM_DRAFT, STREAM_ACCEPT
+    and STREAM_RECOVER; STREAM_COUPLED is keyed by position because its noise is meant to return.
+    """
+    return anchor * SLOTS_PER_ANCHOR + slot

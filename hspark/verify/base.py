@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from hspark.core import Chain
@@ -29,15 +30,62 @@ class Verdict(NamedTuple):
 
 
 class Verifier(Protocol):
-    """Accepts a prefix of each row's kept slots and draws the token after it (section 7 of the specification).
+    """Accepts a prefix of each row's kept slots and draws the token after it (the specification, section 7).
 
     log_probs: float32 [T, V] the target's processed law of the token after each packed slot (`target_log_probs`).
     With `greedy=True` every running row is greedy and any monotone transform of the logits will do.
     layout: where each slot lies. chain: the drafts, [B, W]. kept: int64 [B] verified slots per row.
+    A row of NaNs gives some valid token id; whoever computed the row reports it.
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def __call__(
         self, log_probs: Tensor, layout: Layout, chain: Chain, kept: Tensor, seeds: Seeds, *, greedy: bool = False
     ) -> Verdict: ...
+
+
+def match_prefix(emitted: Tensor, layout: Layout, chain: Chain, kept: Tensor) -> Verdict:
+    """The accept rule of a target whose token at every slot is already fixed: a draft token is kept iff it equals it.
+
+    emitted: int64 [T], the target's own token after each packed slot. The rest as in `Verifier`.
+    """
+    by_slot = emitted[layout.index]  # [B, W + 1]
+    agreed = (by_slot[:, :-1] == chain.tokens) & open_slots(chain, kept)
+    accepted = count_prefix(agreed)
+    return Verdict(accepted, by_slot.gather(1, accepted[:, None])[:, 0])
+
+
+def open_slots(chain: Chain, kept: Tensor) -> Tensor:
+    """bool [B, W]: slots that are verified, for kept int64 [B]. A count past the chain's own length is cut to it."""
+    slot = torch.arange(chain.width, device=chain.tokens.device)
+    return slot < torch.minimum(kept, chain.length)[:, None]
+
+
+def count_prefix(accepted: Tensor) -> Tensor:
+    """int64 [B]: how many leading slots of bool [B, W] are True."""
+    return accepted.to(torch.int64).cumprod(dim=1).sum(dim=1)
+
+
+_VERIFIERS: dict[str, Verifier] = {}
+
+
+def register(entry: Verifier) -> Verifier:
+    """Adds a verifier under its own name; a second one of the same name is refused."""
+    if entry.name in _VERIFIERS:
+        raise ValueError(f"verifier name={entry.name!r} is taken; use a name other than {', '.join(verifier_names())}")
+    _VERIFIERS[entry.name] = entry
+    return entry
+
+
+def verifier(name: str) -> Verifier:
+    """The verifier called `name`; a ValueError that lists the names otherwise."""
+    if name not in _VERIFIERS:
+        raise ValueError(f"verify={name!r} is not a verifier; use one of {', '.join(verifier_names())}")
+    return _VERIFIERS[name]
+
+
+def verifier_names() -> tuple[str, ...]:
+    """The names that `verifier` knows, in order of registration."""
+    return tuple(_VERIFIERS)

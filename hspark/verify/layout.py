@@ -20,7 +20,7 @@ class Layout(NamedTuple):
     row: Tensor
     offset: Tensor
     valid: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index, which nothing here uses
 
 
 def pack(kept: Tensor, running: Tensor, width: int, size: int) -> Layout:

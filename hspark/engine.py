@@ -1,0 +1,329 @@
+"""The host side: rows, admission, prefill, the loop, finishing and cancelling.
+
+The loop enqueues steps and collects their outcomes `run_ahead` steps later (0: at once). A row whose end the host has
+not seen yet runs on; what it emits then is dropped, because outcomes belong to the request that held the row when the
+step was enqueued, not to the row.
+"""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hspark.config import SamplingParams
+from hspark.core import Chain, RowState
+from hspark.policy import BudgetDecision, CostModel, SurvivalHistory, choose_budget, evaluate_budget
+from hspark.request import Request
+from hspark.sampling import SamplingMode, SamplingState
+from hspark.step import DecodeStep, Outcome, Shape
+
+# Contexts are bounded in multiples of this many positions, so that few static shapes occur.
+CONTEXT_BUCKET = 64
+
+
+class InFlight(NamedTuple):
+    """A step that was enqueued: its number, its outcome on the device, and who held the rows."""
+
+    step: int
+    outcome: Outcome
+    owners: tuple[Request | None, ...]
+
+
+class Engine:
+    """Runs many requests through one DecodeStep on `rows` static rows.
+
+    budget: "adaptive", "all", or a number of slots per step. budget_delay: steps between survivals and the step that
+    they size. run_ahead: steps enqueued before the oldest outcome is read. prefill_tokens: prompt tokens processed
+    between two decode steps while other requests are running. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        cost: CostModel,
+        *,
+        budget: str | int = "adaptive",
+        budget_delay: int = 2,
+        run_ahead: int = 0,
+        prefill_tokens: int = 1024,
+        eos_token_ids: tuple[int, ...] = (),
+        tokenizer: Any | None = None,
+        lossy: bool = False,
+    ) -> None:
+        self.device_step, self.cost = step, cost
+        self.budget, self.budget_delay, self.run_ahead = budget, budget_delay, run_ahead
+        self.prefill_tokens = prefill_tokens
+        self.eos_token_ids, self.tokenizer, self.lossy = eos_token_ids, tokenizer, lossy
+        target = step.target
+        self.target, self.device, self.capacity = target, target.device, target.max_length
+        self.names = [
+            "target",
+            step.model_drafter.name if step.model_drafter else "model",
+            step.free_drafter.name if step.free_drafter else "ngram",
+        ]
+        self.rows = _new_rows(target.rows, target.max_length, self.device)
+        self.speculate = torch.ones(target.rows, dtype=torch.bool, device=self.device)
+        self.history = SurvivalHistory(target.rows, step.width, budget_delay)
+        self.owners: list[Request | None] = [None] * target.rows
+        self.waiting: deque[Request] = deque()
+        self.in_flight: deque[InFlight] = deque()
+        self.step_number = 0
+        self.decision = BudgetDecision(0, 0.0, 0.0, 0.0)
+        self.slots_verified = 0
+        self.draft_failures = 0
+        self._numbers = 0
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: list[int], params: SamplingParams) -> Request:
+        """Queues a request; it gets a row as soon as one is free. ValueError for a prompt that cannot run."""
+        self._check(prompt, params)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(self.eos_token_ids))
+        request = Request(self._numbers, list(prompt), params, seed, stop_ids, self.tokenizer, self.lossy)
+        self._numbers += 1
+        self.waiting.append(request)
+        return request
+
+    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+        vocab = self.target.vocab_size
+        if not prompt:
+            raise ValueError("prompt is empty; use at least one token")
+        if len(prompt) >= self.capacity:
+            raise ValueError(
+                f"prompt has {len(prompt)} tokens, which leaves no room in max_length={self.capacity}; "
+                f"use at most {self.capacity - 1} tokens, or a larger max_length"
+            )
+        for name, ids in (("prompt", prompt), ("logit_bias", params.logit_bias or ())):
+            bad = [i for i in ids if not 0 <= i < vocab]
+            if bad:
+                raise ValueError(f"{name} holds token id {bad[0]}; the target's ids are 0 to {vocab - 1}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer, and this target has none; use stop_token_ids")
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request now, with what it has. Cancelling one that has ended does nothing."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        request.finish("cancelled")
+        for row, owner in enumerate(self.owners):
+            if owner is request:
+                self._release(row)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.in_flight or any(self.owners))
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admits, prefills a bounded number of prompt tokens, enqueues one decode step, collects an old one."""
+        self._admit()
+        self._prefill()
+        if any(owner is not None and self._ready(owner) for owner in self.owners):
+            self._launch()
+        elif self.in_flight:
+            self._collect(self.in_flight.popleft())
+        while len(self.in_flight) > self.run_ahead:
+            self._collect(self.in_flight.popleft())
+
+    def _ready(self, request: Request) -> bool:
+        return request.prefilled >= len(request.prompt) - 1
+
+    def _admit(self) -> None:
+        for row, owner in enumerate(self.owners):
+            if owner is None and self.waiting:
+                self._claim(row, self.waiting.popleft())
+
+    def _claim(self, row: int, request: Request) -> None:
+        """Writes everything the device needs to know of a request, except its keys and values."""
+        params, prompt = request.params, request.prompt
+        self.owners[row] = request
+        self.rows.tokens[row, : len(prompt)] = torch.tensor(prompt, device=self.device)
+        self.rows.length[row] = len(prompt)
+        self.rows.prompt_length[row] = len(prompt)
+        self.rows.limit[row] = min(len(prompt) + params.max_new_tokens, self.capacity)
+        self.speculate[row] = params.speculate
+        sampling = self.rows.sampling
+        values = {name: getattr(params, name) for name in SamplingState._fields if name not in ("seed", "bias")}
+        for name, value in {**values, "seed": request.seed}.items():
+            getattr(sampling, name)[row] = value
+        if params.logit_bias and sampling.bias is None:
+            bias = torch.zeros(self.target.rows, self.target.vocab_size, device=self.device)
+            self.rows = self.rows._replace(sampling=sampling._replace(bias=bias))
+        if self.rows.sampling.bias is not None:
+            self.rows.sampling.bias[row] = 0.0
+            for token, value in (params.logit_bias or {}).items():
+                self.rows.sampling.bias[row, token] = value
+        if self._ready(request):
+            self._start(row)
+
+    def _start(self, row: int) -> None:
+        self.rows.running[row] = True
+        self.history.claim(row, self.step_number)
+
+    def _release(self, row: int) -> None:
+        self.owners[row] = None
+        self.rows.running[row] = False
+        self.rows.length[row] = 1
+        self.history.release(row)
+
+    def _prefill(self) -> None:
+        """Processes prompts, oldest row first; all but the last token, which is the first anchor."""
+        busy = any(owner is not None and self._ready(owner) for owner in self.owners)
+        room = self.prefill_tokens
+        for row, request in enumerate(self.owners):
+            while request is not None and not self._ready(request) and (room > 0 or not busy):
+                count = min(len(request.prompt) - 1 - request.prefilled, self.prefill_tokens)
+                self._prefill_chunk(row, request, count)
+                room -= count
+
+    def _prefill_chunk(self, row: int, request: Request, count: int) -> None:
+        start = request.prefilled
+        features = self.target.prefill(self.rows.tokens[row, start : start + count], row, start)
+        if features is not None:
+            position = torch.arange(start, start + count, device=self.device)
+            for drafter in self.device_step.drafters:
+                if drafter.taps:
+                    drafter.observe(features, torch.full_like(position, row), position)
+        request.prefilled += count
+        if self._ready(request):
+            self._start(row)
+
+    def _launch(self) -> None:
+        """Enqueues one decode step for all ready rows."""
+        owners = tuple(o if o is not None and self._ready(o) else None for o in self.owners)
+        running = [owner for owner in owners if owner is not None]
+        mode = SamplingMode()
+        for owner in running:
+            mode = mode.merge(owner.params.mode)
+        context = self._context(running)
+        for drafter in self.device_step.drafters:
+            if hasattr(drafter, "context_limit"):
+                drafter.context_limit = context
+        if self.budget_delay > 0:
+            self._size(self.step_number, running)
+        chain = self._propose(mode)
+        if self.budget_delay == 0:  # fresh sizing, for study: the host waits for this step's own survivals
+            self.history.push(self.step_number, chain.survival)
+            self._size(self.step_number, running)
+        kept = self.device_step.allocate(chain, torch.tensor(self.decision.budget, device=self.device))
+        shape = self._shape(kept, len(running), context)
+        wants_logprobs = any(owner.params.logprobs for owner in running)
+        outcome = self.device_step.verify(self.rows, chain, kept, mode, shape, wants_logprobs)
+        self.in_flight.append(InFlight(self.step_number, outcome, owners))
+        self.step_number += 1
+
+    def _propose(self, mode: SamplingMode) -> Chain:
+        """This step's chains; a drafter that raises costs its drafts, never a request."""
+        price = torch.tensor(self.decision.price, dtype=torch.float32, device=self.device)
+        try:
+            return self.device_step.propose(self.rows, self.speculate, price, mode)
+        except Exception as error:
+            if not self.draft_failures:
+                warnings.warn(f"drafting failed and the step went on without drafts: {error!r}", stacklevel=2)
+            self.draft_failures += 1
+            return Chain.empty(self.target.rows, self.device_step.width, self.device)
+
+    def _context(self, running: list[Request]) -> int:
+        """A bound on the positions that this step reads or writes, known without asking the device."""
+        width = self.device_step.width + 1
+        longest = max(len(r.prompt) + len(r.token_ids) for r in running) + width * (len(self.in_flight) + 1)
+        return min(-(-longest // CONTEXT_BUCKET) * CONTEXT_BUCKET, self.capacity)
+
+    def _size(self, step: int, running: list[Request]) -> None:
+        """Budget and price of this step, from survivals that are budget_delay steps old."""
+        survival = self.history.read(step)
+        context = sum(len(r.prompt) + len(r.token_ids) for r in running)
+        if self.budget == "adaptive":
+            self.decision = choose_budget(survival, len(running), self.cost, context)
+        else:
+            slots = self.device_step.width * self.target.rows if self.budget == "all" else int(self.budget)
+            self.decision = evaluate_budget(survival, len(running), self.cost, slots, context)
+
+    def _shape(self, kept: Tensor, running: int, context: int) -> Shape:
+        """Static sizes of the verification. Where the host is the device, looking at `kept` costs nothing and saves
+        padding; elsewhere the budget bounds it."""
+        if self.device.type == "cpu":
+            return Shape(running + int(kept.sum()), 1 + int(kept.max()), context)
+        slots = min(self.decision.budget, self.device_step.width * running)
+        return Shape(running + slots, 1 + min(self.device_step.width, slots), context)
+
+    def _collect(self, flight: InFlight) -> None:
+        """Reads one outcome and hands its tokens to the requests that held the rows."""
+        outcome = flight.outcome
+        if self.budget_delay > 0:
+            self.history.push(flight.step, outcome.survival)
+        lists = {name: getattr(outcome, name).tolist() for name in Outcome._fields if name not in ("survival", "logprobs")}
+        logprobs = None if outcome.logprobs is None else outcome.logprobs.tolist()
+        for row, request in enumerate(flight.owners):
+            if request is None or request.done:
+                continue
+            if lists["failed"][row]:
+                self._fail(row, request)
+                continue
+            self._deliver(row, request, {name: values[row] for name, values in lists.items()}, logprobs)
+
+    def _fail(self, row: int, request: Request) -> None:
+        at = len(request.prompt) + len(request.token_ids)
+        request.finish("error", f"the target's logits hold NaN at position {at - 1}; the request was ended")
+        if self.owners[row] is request:
+            self._release(row)
+            self.target.buffers.clear(row)
+
+    def _deliver(self, row: int, request: Request, seen: dict[str, Any], logprobs: list[list[float]] | None) -> None:
+        limit = min(len(request.prompt) + request.params.max_new_tokens, self.capacity) - len(request.prompt)
+        delivered = 0
+        for slot in range(seen["count"]):
+            value = logprobs[row][slot] if logprobs is not None and request.params.logprobs else None
+            last = len(request.token_ids) + 1 >= limit
+            delivered += 1
+            if not request.commit(seen["tokens"][slot], self.names[seen["sources"][slot]], value, last):
+                break
+        accepted = min(delivered, seen["accepted"])
+        request.count_step(self.names, seen["chain_sources"], seen["drafted"], seen["kept"], accepted, seen["reason"])
+        self.slots_verified += seen["kept"]
+        if request.done:
+            request.metrics.tokens = len(request.token_ids)
+            if self.owners[row] is request:
+                self._release(row)
+
+    def check_integrity(self) -> None:
+        """Compares host and device state; RuntimeError that says what differs. Meaningful with nothing in flight."""
+        for row, owner in enumerate(self.owners):
+            length, running = int(self.rows.length[row]), bool(self.rows.running[row])
+            if owner is None:
+                if running or length != 1:
+                    raise RuntimeError(f"row {row} is free, but running={running} and length={length}")
+                continue
+            text = owner.prompt + owner.token_ids
+            if owner.done:
+                raise RuntimeError(f"row {row} still holds request {owner.number}, which has ended")
+            if running != self._ready(owner):
+                raise RuntimeError(f"row {row}: running={running}, but {owner.prefilled} tokens are prefilled")
+            if not self.in_flight and (length != len(text) or self.rows.tokens[row, :length].tolist() != text):
+                raise RuntimeError(f"row {row} holds other tokens than request {owner.number}")
+            if length > int(self.rows.limit[row]) or length > self.capacity:
+                raise RuntimeError(f"row {row} has length {length}, past its limit")
+
+
+def _new_rows(rows: int, max_length: int, device: torch.device) -> RowState:
+    """All rows free. `tokens` has one column more than max_length: the dump column."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    return RowState(
+        tokens=zeros(rows, max_length + 1),
+        length=torch.ones(rows, dtype=torch.int64, device=device),
+        prompt_length=zeros(rows),
+        limit=zeros(rows),
+        running=zeros(rows, dtype=torch.bool),
+        sampling=SamplingState.defaults(rows, device),
+    )

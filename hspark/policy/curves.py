@@ -1,0 +1,92 @@
+"""Checked tables {whole number: seconds}, and the ways of reading between their entries."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def seconds(name: str, value: Any, *, positive: bool) -> float:
+    """`value` as seconds: finite, above 0 or (positive=False) at least 0. ValueError that names it otherwise."""
+    accepted = "a finite number of seconds above 0" if positive else "a finite number of seconds of at least 0"
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < 0 or (positive and value == 0):
+        raise ValueError(f"{name}={value!r} is not usable; use {accepted}")
+    return float(value)
+
+
+def whole(name: str, value: Any, low: int) -> int:
+    """`value` as an integer of at least `low`. ValueError that names it otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name}={value!r} is not usable; use an integer of at least {low}")
+    return value
+
+
+def entries(name: str, value: float | Mapping[int, float], *, positive: bool) -> dict[int, float]:
+    """A number (one entry at 1) or a mapping {whole number of at least 1: seconds}, checked and sorted."""
+    if not isinstance(value, Mapping):
+        return {1: seconds(name, value, positive=positive)}
+    if not value:
+        raise ValueError(f"{name} is empty; use at least one entry")
+    checked = {
+        whole(f"{name} key", key, 1): seconds(f"{name}[{key!r}]", value[key], positive=positive) for key in value
+    }
+    return dict(sorted(checked.items()))
+
+
+def listed(table: Mapping[int, float]) -> list[list[float]]:
+    """The JSON form of a table: JSON objects would turn the whole numbers into strings."""
+    return [[key, value] for key, value in table.items()]
+
+
+def unlisted(name: str, value: Any) -> dict[int, float]:
+    """The table written by `listed`."""
+    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+    if not pairs:
+        raise ValueError(f"{name}={value!r} is not a table; use a list of [whole number, seconds] pairs")
+    return {pair[0]: pair[1] for pair in value}
+
+
+def held(table: Mapping[int, float], at: int) -> float:
+    """The table read at a whole number: straight lines between entries, the nearest entry beyond the ends."""
+    keys = list(table)
+    upper = bisect_left(keys, at)
+    if upper == 0 or upper == len(keys):
+        return table[keys[min(upper, len(keys) - 1)]]
+    low, high = keys[upper - 1], keys[upper]
+    share = (at - low) / (high - low)
+    return table[low] * (1 - share) + table[high] * share
+
+
+def curve(table: Mapping[int, float], at: Tensor) -> Tensor:
+    """The table read at float64 [n]: straight lines between entries, and on with the nearest slope beyond the ends.
+
+    Never below 0: a steep first slope must not make a small step cost less than nothing.
+    """
+    keys = torch.tensor(list(table), dtype=torch.float64)
+    values = torch.tensor(list(table.values()), dtype=torch.float64)
+    if len(table) == 1:
+        return values.expand_as(at).clone()
+    segment = torch.searchsorted(keys, at, right=True).clamp(1, len(table) - 1)
+    low, high = keys[segment - 1], keys[segment]
+    share = (at - low) / (high - low)
+    # In this form the entries themselves come out exactly.
+    return (values[segment - 1] * (1 - share) + values[segment] * share).clamp(min=0.0)
+
+
+def slope(table: Mapping[int, float], at: int) -> float:
+    """Seconds per unit around `at`: the secant from the nearest smaller entry to the nearest larger one.
+
+    Beyond the ends, the first or last secant; 0 for a table of one entry, and never negative.
+    """
+    keys = list(table)
+    if len(keys) == 1:
+        return 0.0
+    low = min(max(bisect_left(keys, at) - 1, 0), len(keys) - 2)
+    high = max(min(bisect_right(keys, at), len(keys) - 1), 1)
+    return max(0.0, (table[keys[high]] - table[keys[low]]) / (keys[high] - keys[low]))

@@ -1,0 +1,313 @@
+"""A transformers causal LM on static KV buffers, with a packed ragged forward and hidden-state taps.
+
+The model runs its own forward on packed tokens [1, T] without a cache object. A registered attention function writes
+each token's keys and values at its (row, position) and lets it attend to that row's buffer, so one forward serves
+prompt chunks and verification alike, and a rejected draft needs no roll-back: its position is overwritten when the
+right token arrives.
+
+Positions of a row with `length` committed tokens, of which the newest (the anchor) is not processed yet:
+
+    0 .. length-2            processed: keys and values are valid
+    length-1                 anchor: written by the next forward
+    length .. length-1+kept  draft slots: written by the next forward; valid up to the last accepted one,
+                             overwritten by later forwards beyond it
+    max_length               dump column: padding writes here, nobody reads it
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from hspark.drafters.base import TargetInfo
+
+ATTENTION_NAME = "hspark_static"
+
+# Layer kinds whose state cannot be rolled back by overwriting positions.
+_STATEFUL = ("mamba", "ssm", "rwkv", "recurrent", "linear_attention", "conv", "hybrid", "chunked_attention")
+
+
+class UnsupportedModelError(ValueError):
+    """The model's architecture cannot run on static KV buffers."""
+
+
+class Plan(NamedTuple):
+    """Where the T packed tokens of one forward go, and what they see. R' rows take part (all, or one in prefill).
+
+    write:  int64 [T] flat index row * (max_length + 1) + position into the KV buffers.
+    grid:   int64 [R', Q] packed index of query q of row r (any valid index where there is none).
+    packed: int64 [T] index of each packed token in the flattened grid.
+    masks:  one additive mask [R', 1, G * Q, C] for each (window, G) kind of layer.
+    first_row, rows: the buffer rows that take part are first_row .. first_row + rows - 1.
+    context: C, how many leading positions of the buffers are attended to.
+    """
+
+    write: Tensor
+    grid: Tensor
+    packed: Tensor
+    masks: tuple[Tensor, ...]
+    first_row: int
+    rows: int
+    context: int
+
+
+class LayerShape(NamedTuple):
+    """What the attention function saw of one layer: heads, head sizes, and its sliding window (None = all)."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    shares_with: int | None  # layer whose buffer this one reads, for models that share keys and values
+
+
+class _Probe:
+    """Collects LayerShapes during one forward of a single token."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+        self.stores: dict[Any, int] = {}
+
+
+def _check_extras(module: nn.Module, extras: dict[str, Any]) -> None:
+    for name in ("softcap", "s_aux", "position_bias"):
+        if extras.get(name) is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} asks attention for {name}, which static KV buffers do not implement; "
+                "use a model without it"
+            )
+
+
+def static_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    hspark: Any = None,
+    **extras: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface on static buffers: query [1, H, T, D], key and value [1, H_kv, T, D]."""
+    if hspark is None:
+        raise RuntimeError("this model's attention now runs on hspark's static buffers; call it through CausalTarget")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if isinstance(hspark, _Probe):
+        _check_extras(module, extras)
+        kind = getattr(module, "layer_type", None)
+        shared = hspark.stores[kind] if getattr(module, "is_kv_shared_layer", False) else None
+        if getattr(module, "store_full_length_kv", False):
+            hspark.stores[kind] = layer
+        hspark.layers[layer] = LayerShape(
+            query.shape[1], key.shape[1], key.shape[3], value.shape[3], sliding_window, shared
+        )
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+    buffers, plan = hspark
+    return buffers.attend(layer, query[0], key[0], value[0], scaling, plan)[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, static_attention)
+
+
+class KVBuffers:
+    """Keys and values of every layer, [R, S + 1, H_kv * D] each, allocated once; column S is the dump column."""
+
+    def __init__(
+        self, shapes: list[LayerShape], rows: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shapes = shapes
+        self.kinds: list[tuple[int | None, int]] = []
+        self.kind_of: list[int] = []
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for shape in shapes:
+            kind = (shape.window, shape.heads // shape.kv_heads)
+            if kind not in self.kinds:
+                self.kinds.append(kind)
+            self.kind_of.append(self.kinds.index(kind))
+            if shape.shares_with is not None:
+                self.keys.append(self.keys[shape.shares_with])
+                self.values.append(self.values[shape.shares_with])
+                continue
+            for store, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
+                store.append(torch.zeros(rows, max_length + 1, shape.kv_heads * dim, dtype=dtype, device=device))
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, plan: Plan
+    ) -> Tensor:
+        """Writes key and value [H_kv, T, D] of one layer, returns the attention output [T, H, D_v] of query [H, T, D].
+
+        Grouped queries are folded into the query dimension, so keys and values are read once and never repeated.
+        """
+        shape = self.shapes[layer]
+        if shape.shares_with is None:
+            for store, new in ((self.keys, key), (self.values, value)):
+                flat = store[layer].view(-1, store[layer].shape[2])
+                flat.index_copy_(0, plan.write, new.transpose(0, 1).reshape(new.shape[1], -1))
+        rows, queries = plan.grid.shape
+        span = slice(plan.first_row, plan.first_row + plan.rows)
+        keys = self.keys[layer][span, : plan.context].unflatten(-1, (shape.kv_heads, shape.key_dim)).transpose(1, 2)
+        values = self.values[layer][span, : plan.context].unflatten(-1, (shape.kv_heads, shape.value_dim))
+        values = values.transpose(1, 2)
+        group = shape.heads // shape.kv_heads
+        grid = query[:, plan.grid.view(-1)].view(shape.kv_heads, group, rows, queries, shape.key_dim)
+        grid = grid.permute(2, 0, 1, 3, 4).reshape(rows, shape.kv_heads, group * queries, shape.key_dim)
+        mask = plan.masks[self.kind_of[layer]]
+        out = F.scaled_dot_product_attention(grid, keys, values, attn_mask=mask, scale=scaling)
+        out = out.view(rows, shape.heads, queries, shape.value_dim).transpose(1, 2)
+        return out.reshape(rows * queries, shape.heads, shape.value_dim)[plan.packed]
+
+    def clear(self, row: int) -> None:
+        """Zeroes one row: a masked NaN would still poison a weighted sum."""
+        for store in (*self.keys, *self.values):
+            store[row].zero_()
+
+    def num_bytes(self) -> int:
+        return sum(store.numel() * store.element_size() for store in {id(t): t for t in self.keys + self.values}.values())
+
+
+class CausalTarget:
+    """The target model of the engine.
+
+    model: a transformers causal LM in eval mode. Its attention implementation is replaced by the static one.
+    rows, max_length: static sizes R and S of the buffers. taps: layers whose outputs `forward` also returns; index i is
+    the output of decoder layer i (0-based), -1 the embedding output.
+    Raises UnsupportedModelError, naming the architecture, for models that keep recurrent or convolutional state.
+    """
+
+    def __init__(self, model: Any, rows: int, max_length: int, taps: tuple[int, ...] = ()) -> None:
+        self.model = model.eval()
+        self.config = model.config.get_text_config()
+        self._refuse_stateful()
+        self.rows, self.max_length = rows, max_length
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        weight = next(model.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+        self.decoder = model.get_decoder()
+        self.layers: nn.ModuleList = self.decoder.layers
+        model.set_attn_implementation(ATTENTION_NAME)
+        self.buffers = KVBuffers(self._probe(), rows, max_length, self.dtype, self.device)
+        self._captured: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+        self.taps: tuple[int, ...] = ()
+        self.set_taps(taps)
+
+    def _refuse_stateful(self) -> None:
+        name = type(self.model).__name__
+        kinds = {str(kind) for kind in getattr(self.config, "layer_types", None) or ()}
+        bad = sorted(kind for kind in kinds if any(word in kind for word in _STATEFUL))
+        if getattr(self.config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(f"{name} is an encoder-decoder model; use a decoder-only causal LM")
+        if bad or getattr(self.model, "_is_stateful", False):
+            raise UnsupportedModelError(
+                f"{name} keeps state that cannot be rolled back after a rejected draft "
+                f"({', '.join(bad) or 'recurrent or convolutional state'}); use a model with attention layers only"
+            )
+
+    @torch.inference_mode()
+    def _probe(self) -> list[LayerShape]:
+        probe = _Probe()
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self.decoder(input_ids=ids, position_ids=ids, use_cache=False, hspark=probe)
+        if sorted(probe.layers) != list(range(len(self.layers))):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has {len(self.layers)} layers, but layers {sorted(probe.layers)} called "
+                "the attention interface; use a model whose every layer is an attention layer"
+            )
+        return [probe.layers[i] for i in range(len(self.layers))]
+
+    def info(self, name: str) -> TargetInfo:
+        """What drafters are bound to."""
+        return TargetInfo(
+            name=name,
+            vocab_size=self.vocab_size,
+            hidden_size=int(self.config.hidden_size),
+            num_layers=len(self.layers),
+            dtype=self.dtype,
+            device=self.device,
+            embed_tokens=self.model.get_input_embeddings(),
+            lm_head=self.model.get_output_embeddings(),
+        )
+
+    def set_taps(self, taps: tuple[int, ...]) -> None:
+        """Chooses the tapped layers, in the order in which their outputs are concatenated."""
+        for tap in taps:
+            if not -1 <= tap < len(self.layers):
+                raise ValueError(f"taps={taps} holds {tap}; use layer numbers from -1 to {len(self.layers) - 1}")
+        for hook in self._hooks:
+            hook.remove()
+        self.taps, self._hooks = tuple(taps), []
+        for tap in self.taps:
+            self._hooks.append(self._hook(tap))
+
+    def _hook(self, tap: int) -> Any:
+        if tap < 0:
+
+            def before(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+                self._captured[tap] = args[0] if args else kwargs["hidden_states"]
+
+            return self.layers[0].register_forward_pre_hook(before, with_kwargs=True)
+
+        def after(_module: nn.Module, _args: tuple, output: Any) -> None:
+            self._captured[tap] = output[0] if isinstance(output, tuple) else output
+
+        return self.layers[tap].register_forward_hook(after)
+
+    def _masks(self, positions: Tensor, context: int) -> tuple[Tensor, ...]:
+        """Additive masks for queries at `positions` [R', Q]: key j is seen from j to the query's own position."""
+        key = torch.arange(context, device=positions.device)
+        causal = key <= positions[..., None]
+        masks = []
+        for window, group in self.buffers.kinds:
+            seen = causal if window is None else causal & (key > positions[..., None] - window)
+            mask = torch.where(seen, 0.0, float("-inf")).to(self.dtype)
+            masks.append(mask.repeat(1, group, 1)[:, None])
+        return tuple(masks)
+
+    def plan(self, row: Tensor, offset: Tensor, valid: Tensor, index: Tensor, anchor: Tensor, context: int) -> Plan:
+        """The plan of a verification: packed slots of all R rows (`verify.layout.Layout`), queries = offsets.
+
+        index: int64 [R, Q] packed index of slot q of row r. anchor: int64 [R] position of each row's slot 0.
+        context: static bound on the positions attended to; at least 1 + the largest position in the step.
+        """
+        queries = index.shape[1]
+        position = anchor[row] + offset
+        stride = self.max_length + 1
+        write = torch.where(valid, row * stride + position, self.max_length)
+        grid_positions = anchor[:, None] + torch.arange(queries, device=anchor.device)
+        masks = self._masks(grid_positions, context)
+        return Plan(write, index, row * queries + offset, masks, 0, self.rows, context)
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Tensor, row: int, start: int) -> Tensor | None:
+        """Processes `tokens` [T] of one row at positions start.. ; returns the taps [T, len(taps) * H] or None."""
+        count = tokens.shape[0]
+        slots = torch.arange(count, device=self.device)
+        position = start + slots
+        write = row * (self.max_length + 1) + position
+        context = start + count
+        plan = Plan(write, slots[None], slots, self._masks(position[None], context), row, 1, context)
+        self.decoder(
+            input_ids=tokens[None], position_ids=position[None], use_cache=False, hspark=(self.buffers, plan)
+        )
+        return self._features()
+
+    def forward(self, tokens: Tensor, position: Tensor, plan: Plan) -> tuple[Tensor, Tensor | None]:
+        """Logits [T, V] and taps [T, len(taps) * H] (None without taps) of packed tokens [T] at positions [T]."""
+        logits = self.model(
+            input_ids=tokens[None], position_ids=position[None], use_cache=False, hspark=(self.buffers, plan)
+        ).logits[0]
+        return logits, self._features()
+
+    def _features(self) -> Tensor | None:
+        if not self.taps:
+            return None
+        features = torch.cat([self._captured[tap][0] for tap in self.taps], dim=-1)
+        self._captured.clear()
+        return features
