@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hspark.sampling import GREEDY_TEMPERATURE, SamplingMode
+
+T = TypeVar("T")
 
 
 def _number(name: str, value: Any, low: float, high: float, accepted: str, *, open_low: bool = False) -> float:
@@ -27,11 +30,33 @@ def _integer(name: str, value: Any, low: int, accepted: str) -> int:
     return value
 
 
+class UnknownParameterError(ValueError, TypeError):
+    """A parameter that does not exist; a TypeError too, as it is for every other Python class."""
+
+
+def _refuses_unknown(cls: type[T]) -> type[T]:
+    """Makes a dataclass name its fields when it is given another one."""
+    made: Any = cls.__init__
+    known = list(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+
+    @functools.wraps(made)
+    def init(self: T, *args: Any, **values: Any) -> None:
+        for name in values:
+            if name not in known:
+                raise UnknownParameterError(f"{name}={values[name]!r} is not a parameter; use {', '.join(known)}")
+        made(self, *args, **values)
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls
+
+
+@_refuses_unknown
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it ends. Values are checked when the object is made.
 
-    max_new_tokens: at least 1; exactly this many tokens are returned unless a stop comes first.
+    max_new_tokens: at least 1; exactly this many tokens are returned unless a stop comes first, or prompt and output
+    together reach the speculator's max_length, where the output is cut with finish reason "length".
     temperature: 0 is greedy (so is anything up to 1e-5).
     top_k (0 = off), top_p in (0, 1], min_p in [0, 1]: filters, in that order.
     repetition_penalty > 0, presence_penalty, frequency_penalty: as in the OpenAI and Hugging Face definitions.
@@ -124,3 +149,53 @@ class SamplingParams:
             penalties=self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0,
             bias=bool(self.logit_bias),
         )
+
+
+@_refuses_unknown
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a speculator decodes. Names of policies and verifiers are checked where they are looked up.
+
+    policy: which chain each request keeps. budget: "adaptive", "all", or draft slots verified per step over the whole
+    batch. drafting: "greedy" or "probabilistic" model drafts. verify: "coupled" or "rejection".
+    budget_delay: steps between survivals and the step that they size (2 as in the paper; 0, fresh, is for study).
+    max_batch_size: requests decoded at once; more are queued. max_length: tokens of prompt and output together.
+    prefill_tokens: prompt tokens processed between two decode steps. run_ahead: steps enqueued before the oldest one
+    is read; None for 0 where the host is the device and 1 elsewhere. allow_lossy: run combinations that change the
+    output distribution, for study; their outputs are marked.
+    """
+
+    policy: Any = "proposed"
+    budget: str | int = "adaptive"
+    drafting: str = "greedy"
+    verify: Any = "coupled"
+    budget_delay: int = 2
+    max_batch_size: int = 4
+    max_length: int = 2048
+    prefill_tokens: int = 1024
+    run_ahead: int | None = None
+    compile: str | bool = "auto"
+    allow_lossy: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.budget, str) and self.budget not in ("adaptive", "all"):
+            raise ValueError(f"budget={self.budget!r} is unknown; use 'adaptive', 'all', or an integer of at least 0")
+        if not isinstance(self.budget, str):
+            _integer("budget", self.budget, 0, "'adaptive', 'all', or an integer of at least 0")
+        if self.drafting not in ("greedy", "probabilistic"):
+            raise ValueError(f"drafting={self.drafting!r} is unknown; use 'greedy' or 'probabilistic'")
+        _integer("budget_delay", self.budget_delay, 0, "an integer of at least 0 (2 is the paper's)")
+        _integer("max_batch_size", self.max_batch_size, 1, "an integer of at least 1")
+        _integer("max_length", self.max_length, 2, "an integer of at least 2 tokens")
+        _integer("prefill_tokens", self.prefill_tokens, 1, "an integer of at least 1")
+        if self.run_ahead is not None:
+            _integer("run_ahead", self.run_ahead, 0, "an integer of at least 0, or None")
+            if self.run_ahead and self.budget == "adaptive" and self.budget_delay <= self.run_ahead:
+                raise ValueError(
+                    f"budget_delay={self.budget_delay} needs survivals that run_ahead={self.run_ahead} has not read "
+                    f"yet; use a budget_delay above {self.run_ahead}"
+                )
+        if self.compile not in ("auto", True, False):
+            raise ValueError(f"compile={self.compile!r} is unknown; use 'auto', True or False")
+        if not isinstance(self.allow_lossy, bool):
+            raise ValueError(f"allow_lossy={self.allow_lossy!r} is not a bool; use True or False")

@@ -117,7 +117,9 @@ class DrafterMetrics:
     """Counts of one drafter's tokens in one request (or summed over several).
 
     drafted counts the tokens of its kept chains, verified those that were sent to the target, accepted those that
-    were delivered. The lists hold the same counts by position in the chain (index 0 is the first draft token).
+    were delivered beside each step's own token: tokens = steps + the sum of accepted. The lists hold the same counts
+    by position in the chain (index 0 is the first draft token); reached counts those verified whose predecessors were
+    all accepted, so accepted / reached is the acceptance.
     """
 
     drafted: int = 0
@@ -125,6 +127,7 @@ class DrafterMetrics:
     accepted: int = 0
     verified_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
+    reached_by_position: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -156,7 +159,7 @@ class RequestOutput:
     """The result of one request.
 
     text is None when the target has no tokenizer. `sources` names, for each output token, who proposed it: a
-    drafter's name, or "target". `logprobs` holds, if asked for, the target's own log-probability of each token
+    drafter's name, or "target" for the last token of every step, also where a stop token was drafted. `logprobs` holds, if asked for, the target's own log-probability of each token
     (natural logarithm, before temperature, penalties and filters). `lossy` is True when the speculator ran a
     combination that does not preserve the target's distribution, which only `allow_lossy=True` permits.
     `error` says what went wrong when finish_reason is "error".

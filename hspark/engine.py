@@ -8,6 +8,7 @@ step was enqueued, not to the row.
 from __future__ import annotations
 
 import secrets
+import time
 import warnings
 from collections import deque
 from typing import Any, NamedTuple
@@ -66,12 +67,13 @@ class Engine:
             step.model_drafter.name if step.model_drafter else "model",
             step.free_drafter.name if step.free_drafter else "ngram",
         ]
-        self.rows = _new_rows(target.rows, target.max_length, self.device)
+        self.rows = new_rows(target.rows, target.max_length, self.device)
         self.speculate = torch.ones(target.rows, dtype=torch.bool, device=self.device)
         self.history = SurvivalHistory(target.rows, step.width, budget_delay)
         self.owners: list[Request | None] = [None] * target.rows
         self.waiting: deque[Request] = deque()
         self.in_flight: deque[InFlight] = deque()
+        self.void_before = [0] * target.rows  # outcomes of earlier steps do not count for that row
         self.step_number = 0
         self.decision = BudgetDecision(0, 0.0, 0.0, 0.0)
         self.slots_verified = 0
@@ -82,7 +84,7 @@ class Engine:
 
     def submit(self, prompt: list[int], params: SamplingParams) -> Request:
         """Queues a request; it gets a row as soon as one is free. ValueError for a prompt that cannot run."""
-        self._check(prompt, params)
+        self.check(prompt, params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(self.eos_token_ids))
         request = Request(self._numbers, list(prompt), params, seed, stop_ids, self.tokenizer, self.lossy)
@@ -90,7 +92,7 @@ class Engine:
         self.waiting.append(request)
         return request
 
-    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
         vocab = self.target.vocab_size
         if not prompt:
             raise ValueError("prompt is empty; use at least one token")
@@ -114,6 +116,8 @@ class Engine:
         for row, owner in enumerate(self.owners):
             if owner is request:
                 self._release(row)
+                if not request.metrics.steps:  # nobody has seen logits of it: its prompt may have left NaNs
+                    self._scrub(row)
 
     @property
     def has_work(self) -> bool:
@@ -145,6 +149,7 @@ class Engine:
         """Writes everything the device needs to know of a request, except its keys and values."""
         params, prompt = request.params, request.prompt
         self.owners[row] = request
+        request.admitted = time.perf_counter()
         self.rows.tokens[row, : len(prompt)] = torch.tensor(prompt, device=self.device)
         self.rows.length[row] = len(prompt)
         self.rows.prompt_length[row] = len(prompt)
@@ -185,7 +190,7 @@ class Engine:
                 room -= count
 
     def _prefill_chunk(self, row: int, request: Request, count: int) -> None:
-        start = request.prefilled
+        start, begun = request.prefilled, time.perf_counter()
         features = self.target.prefill(self.rows.tokens[row, start : start + count], row, start)
         if features is not None:
             position = torch.arange(start, start + count, device=self.device)
@@ -193,6 +198,7 @@ class Engine:
                 if drafter.taps:
                     drafter.observe(features, torch.full_like(position, row), position)
         request.prefilled += count
+        request.metrics.prefill_seconds += time.perf_counter() - begun
         if self._ready(request):
             self._start(row)
 
@@ -251,7 +257,10 @@ class Engine:
         """Static sizes of the verification. Where the host is the device, looking at `kept` costs nothing and saves
         padding; elsewhere the budget bounds it."""
         if self.device.type == "cpu":
-            return Shape(running + int(kept.sum()), 1 + int(kept.max()), context)
+            size, queries = running + int(kept.sum()), 1 + int(kept.max())
+            # With steps in flight a row may have reached its limit unseen, and have no slot at all.
+            full = not self.in_flight and size == queries * self.target.rows
+            return Shape(size, queries, context, full)
         slots = min(self.decision.budget, self.device_step.width * running)
         return Shape(running + slots, 1 + min(self.device_step.width, slots), context)
 
@@ -263,32 +272,44 @@ class Engine:
         lists = {name: getattr(outcome, name).tolist() for name in Outcome._fields if name not in ("survival", "logprobs")}
         logprobs = None if outcome.logprobs is None else outcome.logprobs.tolist()
         for row, request in enumerate(flight.owners):
-            if request is None or request.done:
+            if request is None or flight.step < self.void_before[row]:
                 continue
-            if lists["failed"][row]:
-                self._fail(row, request)
-                continue
-            self._deliver(row, request, {name: values[row] for name, values in lists.items()}, logprobs)
+            if not request.done:
+                self._deliver(row, request, {name: values[row] for name, values in lists.items()}, logprobs)
+            if lists["sound"][row] <= self.device_step.width:
+                self._scrub(row)
 
-    def _fail(self, row: int, request: Request) -> None:
-        at = len(request.prompt) + len(request.token_ids)
-        request.finish("error", f"the target's logits hold NaN at position {at - 1}; the request was ended")
-        if self.owners[row] is request:
-            self._release(row)
-            self.target.buffers.clear(row)
+    def _scrub(self, row: int) -> None:
+        """Zeroes what a NaN may have left in a row's keys and values: even where masked, it would poison a weighted sum.
+
+        What the row's present owner has been told stays. Steps in flight may have read the rest: they are void, and the
+        owner, who may be another request than the one that met the NaN, goes on from its newest delivered token.
+        """
+        owner, valid = self.owners[row], 0
+        if owner is not None and self._ready(owner):
+            valid = len(owner.prompt) + len(owner.token_ids) - 1
+            self.rows.length[row] = valid + 1
+        elif owner is not None:
+            valid = owner.prefilled
+        self.target.buffers.clear(row, valid)
+        self.void_before[row] = self.step_number
 
     def _deliver(self, row: int, request: Request, seen: dict[str, Any], logprobs: list[list[float]] | None) -> None:
         limit = min(len(request.prompt) + request.params.max_new_tokens, self.capacity) - len(request.prompt)
-        delivered = 0
-        for slot in range(seen["count"]):
+        delivered, sound = 0, min(seen["count"], seen["sound"])
+        for slot in range(sound):
             value = logprobs[row][slot] if logprobs is not None and request.params.logprobs else None
             last = len(request.token_ids) + 1 >= limit
             delivered += 1
             if not request.commit(seen["tokens"][slot], self.names[seen["sources"][slot]], value, last):
                 break
-        accepted = min(delivered, seen["accepted"])
+        # A stop at an accepted draft takes the place of the step's own token, so that tokens = steps + accepted.
+        accepted = max(0, min(delivered - 1, seen["accepted"]))
         request.count_step(self.names, seen["chain_sources"], seen["drafted"], seen["kept"], accepted, seen["reason"])
         self.slots_verified += seen["kept"]
+        if sound < seen["count"] and not request.done:
+            at = len(request.prompt) + len(request.token_ids)
+            request.finish("error", f"the target's logits for position {at} hold NaN or infinity; the request was ended")
         if request.done:
             request.metrics.tokens = len(request.token_ids)
             if self.owners[row] is request:
@@ -313,7 +334,7 @@ class Engine:
                 raise RuntimeError(f"row {row} has length {length}, past its limit")
 
 
-def _new_rows(rows: int, max_length: int, device: torch.device) -> RowState:
+def new_rows(rows: int, max_length: int, device: torch.device) -> RowState:
     """All rows free. `tokens` has one column more than max_length: the dump column."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

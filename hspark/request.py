@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from hspark.config import SamplingParams
-from hspark.core import REASON_NAMES, DrafterMetrics, RequestMetrics, RequestOutput
+from hspark.core import REASON_NAMES, SOURCE_TARGET, DrafterMetrics, RequestMetrics, RequestOutput
 
 
 class Detokenizer:
@@ -128,8 +128,15 @@ class Request:
     def count_step(
         self, names: list[str], sources: list[int], drafted: int, kept: int, delivered: int, reason: int
     ) -> None:
-        """Books one step: `drafted` slots of a chain by `sources`, the first `kept` verified, `delivered` accepted."""
+        """Books one step: `drafted` slots of a chain by `sources`, the first `kept` verified, `delivered` accepted.
+
+        A stop token that a drafter had right is the step's own token, as every other last token of a step is.
+        """
         self.metrics.steps += 1
+        # Where a request ends at a draft token, nobody looked at the verdict on the next one.
+        graded = delivered if self.done and self.sources[-1] != names[SOURCE_TARGET] else delivered + 1
+        if self.done:
+            self.sources[-1] = names[SOURCE_TARGET]
         chain = names[sources[0]] if drafted else "none"
         key = f"{chain}:{REASON_NAMES[reason]}"
         self.metrics.reasons[key] = self.metrics.reasons.get(key, 0) + 1
@@ -139,6 +146,8 @@ class Request:
             if slot < kept:
                 count.verified += 1
                 _bump(count.verified_by_position, slot)
+            if slot < min(kept, graded):
+                _bump(count.reached_by_position, slot)
             if slot < delivered:
                 count.accepted += 1
                 _bump(count.accepted_by_position, slot)

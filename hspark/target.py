@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from hspark.drafters.base import TargetInfo
+from hspark.packing import pack_linears
 
 ATTENTION_NAME = "hspark_static"
 
@@ -44,6 +45,7 @@ class Plan(NamedTuple):
     masks:  one additive mask [R', 1, G * Q, C] for each (window, G) kind of layer.
     first_row, rows: the buffer rows that take part are first_row .. first_row + rows - 1.
     context: C, how many leading positions of the buffers are attended to.
+    dense: every row has exactly Q slots, so packed order and grid order are the same and nothing need be gathered.
     """
 
     write: Tensor
@@ -53,6 +55,7 @@ class Plan(NamedTuple):
     first_row: int
     rows: int
     context: int
+    dense: bool
 
 
 class LayerShape(NamedTuple):
@@ -156,17 +159,20 @@ class KVBuffers:
         values = self.values[layer][span, : plan.context].unflatten(-1, (shape.kv_heads, shape.value_dim))
         values = values.transpose(1, 2)
         group = shape.heads // shape.kv_heads
-        grid = query[:, plan.grid.view(-1)].view(shape.kv_heads, group, rows, queries, shape.key_dim)
+        if not plan.dense:
+            query = query[:, plan.grid.reshape(-1)]
+        grid = query.view(shape.kv_heads, group, rows, queries, shape.key_dim)
         grid = grid.permute(2, 0, 1, 3, 4).reshape(rows, shape.kv_heads, group * queries, shape.key_dim)
         mask = plan.masks[self.kind_of[layer]]
         out = F.scaled_dot_product_attention(grid, keys, values, attn_mask=mask, scale=scaling)
         out = out.view(rows, shape.heads, queries, shape.value_dim).transpose(1, 2)
-        return out.reshape(rows * queries, shape.heads, shape.value_dim)[plan.packed]
+        out = out.reshape(rows * queries, shape.heads, shape.value_dim)
+        return out if plan.dense else out[plan.packed]
 
-    def clear(self, row: int) -> None:
-        """Zeroes one row: a masked NaN would still poison a weighted sum."""
+    def clear(self, row: int, start: int = 0) -> None:
+        """Zeroes one row from position `start` on: a masked NaN would still poison a weighted sum."""
         for store in (*self.keys, *self.values):
-            store[row].zero_()
+            store[row, start:].zero_()
 
     def num_bytes(self) -> int:
         return sum(store.numel() * store.element_size() for store in {id(t): t for t in self.keys + self.values}.values())
@@ -175,7 +181,8 @@ class KVBuffers:
 class CausalTarget:
     """The target model of the engine.
 
-    model: a transformers causal LM in eval mode. Its attention implementation is replaced by the static one.
+    model: a transformers causal LM. It is taken over: its attention implementation is replaced by the static one, and
+    on a CPU its linear layers are laid out anew (`hspark.packing`), so it no longer runs by itself.
     rows, max_length: static sizes R and S of the buffers. taps: layers whose outputs `forward` also returns; index i is
     the output of decoder layer i (0-based), -1 the embedding output.
     Raises UnsupportedModelError, naming the architecture, for models that keep recurrent or convolutional state.
@@ -189,6 +196,8 @@ class CausalTarget:
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
+        if self.device.type == "cpu":
+            pack_linears(model)
         self.decoder = model.get_decoder()
         self.layers: nn.ModuleList = self.decoder.layers
         model.set_attn_implementation(ATTENTION_NAME)
@@ -270,11 +279,22 @@ class CausalTarget:
             masks.append(mask.repeat(1, group, 1)[:, None])
         return tuple(masks)
 
-    def plan(self, row: Tensor, offset: Tensor, valid: Tensor, index: Tensor, anchor: Tensor, context: int) -> Plan:
+    def plan(
+        self,
+        row: Tensor,
+        offset: Tensor,
+        valid: Tensor,
+        index: Tensor,
+        anchor: Tensor,
+        context: int,
+        *,
+        full: bool = False,
+    ) -> Plan:
         """The plan of a verification: packed slots of all R rows (`verify.layout.Layout`), queries = offsets.
 
         index: int64 [R, Q] packed index of slot q of row r. anchor: int64 [R] position of each row's slot 0.
         context: static bound on the positions attended to; at least 1 + the largest position in the step.
+        full: the host knows that all R rows have all Q slots, which saves gathering.
         """
         queries = index.shape[1]
         position = anchor[row] + offset
@@ -282,7 +302,8 @@ class CausalTarget:
         write = torch.where(valid, row * stride + position, self.max_length)
         grid_positions = anchor[:, None] + torch.arange(queries, device=anchor.device)
         masks = self._masks(grid_positions, context)
-        return Plan(write, index, row * queries + offset, masks, 0, self.rows, context)
+        dense = row.shape[0] == self.rows * queries and full
+        return Plan(write, index, row * queries + offset, masks, 0, self.rows, context, dense)
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, row: int, start: int) -> Tensor | None:
@@ -292,7 +313,7 @@ class CausalTarget:
         position = start + slots
         write = row * (self.max_length + 1) + position
         context = start + count
-        plan = Plan(write, slots[None], slots, self._masks(position[None], context), row, 1, context)
+        plan = Plan(write, slots[None], slots, self._masks(position[None], context), row, 1, context, True)
         self.decoder(
             input_ids=tokens[None], position_ids=position[None], use_cache=False, hspark=(self.buffers, plan)
         )

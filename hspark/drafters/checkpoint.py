@@ -11,7 +11,9 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,7 +145,7 @@ def check_fit(config: DSparkConfig, target: TargetInfo, source: str) -> None:
         raise refuse("vocab_size", config.vocab_size, target.vocab_size, accepted)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | PathLike[Any]) -> Checkpoint:
     """Opens the checkpoint in a local directory, or in a hub repository when no such directory exists.
 
     CheckpointError or ConfigError, naming the file, the key and what was expected, for anything that does not fit.

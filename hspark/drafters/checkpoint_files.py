@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -26,7 +27,7 @@ class Stored(NamedTuple):
     dtype: str
 
 
-def locate(path: str | Path) -> Path:
+def locate(path: str | PathLike[Any]) -> Path:
     """The checkpoint's directory. A name that is no directory here and reads `owner/name` is fetched from the hub."""
     directory = Path(path).expanduser()
     if directory.is_dir():

@@ -74,6 +74,8 @@ class Calibration:
             return Calibration()
         try:
             values: Any = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise ValueError(f"holds {type(values).__name__}")
             unknown = set(values) - {"temperatures", "curve"}
             if unknown:
                 raise ValueError(f"unknown keys {sorted(unknown)}")
@@ -107,15 +109,16 @@ def fit_temperatures(
 
     The temperature at position k minimises the calibration error of the survival (the running product), with the
     earlier temperatures fixed. confidence_logits: [N, K] of N recorded chains. accepted: int [N] draft tokens accepted.
-    verified: int [N] slots that were verified (default: all K). A chain counts at position k if its fate there is
-    known: the slot was verified, or an earlier one was rejected. Record with every slot verified where possible: slots
-    that a scheduler dropped for their low confidence are missing from the fit.
+    verified: int [N] slots that were verified (default: all K). A chain counts at position k if that slot was verified.
+    (A chain cut before it is left out even where an earlier rejection decides its fate: of the chains cut there, only
+    the failures would be known.) Record with every slot verified where possible: slots that a scheduler dropped for
+    their low confidence are missing from the fit.
     """
     logits, accepted, verified = _check_record(confidence_logits, accepted, verified)
     survival = torch.ones(logits.shape[0], dtype=torch.float64)
     temperatures: list[float] = []
     for position in range(logits.shape[1]):
-        known = (verified > position) | (accepted < verified)
+        known = verified > position
         best = temperatures[-1] if temperatures else 1.0
         if bool(known.any()):
             before, score = survival[known], logits[known, position]

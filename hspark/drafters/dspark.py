@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class DSparkDrafter:
         self.context_limit: int | None = None
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, **options: Any) -> DSparkDrafter:
+    def from_pretrained(cls, path: str | PathLike[Any], **options: Any) -> DSparkDrafter:
         """The drafter in a checkpoint directory or hub repository; `options` as in the constructor.
 
         The checkpoint is checked here; its weights are read by `bind`, straight to the target's device and type.
@@ -235,7 +235,7 @@ class DSparkDrafter:
             elif mode.bias or mode.penalties:
                 token = process_logits(self._in_target_ids(logits), rows.sampling, mode, counts).argmax(dim=-1)
             else:
-                token = model.to_target(logits.argmax(dim=-1))
+                token = model.to_target(logits.max(dim=-1).indices)  # far faster than argmax on a CPU
             if counts is not None:
                 counts = _count(counts, token)
             tokens.append(token)

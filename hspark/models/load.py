@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hspark.models.convert import converted_directory, tokenizer_problem
 from hspark.models.checks import check_directory, check_gguf
+from hspark.models.convert import converted_directory, tokenizer_problem
 from hspark.models.fetch import (
     KNOWN_MODELS,
     KnownModel,
@@ -189,7 +190,8 @@ def computes_bfloat16(device: torch.device) -> bool:
     if any(probe() for probe in probes if probe is not None):
         return True
     # "bf16" is the ARM name.
-    return bool(getattr(torch.cpu, "get_capabilities", dict)().get("bf16"))
+    capabilities: Callable[[], Mapping[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)
+    return bool(capabilities().get("bf16"))
 
 
 def _end_token_ids(model: nn.Module, tokenizer: Any, more: tuple[int, ...] = ()) -> tuple[int, ...]:

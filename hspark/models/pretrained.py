@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,32 +21,33 @@ _LOUD_BYTES = 1 << 30
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars and only errors from transformers inside the block."""
+def quiet(bars: bool = False) -> Iterator[None]:
+    """Only errors from transformers inside the block, and no progress bars unless `bars`."""
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity, enabled = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    if not bars:
+        logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
-        if bars:
+        if enabled:
             logging.enable_progress_bar()
 
 
 @contextmanager
-def _bars_only() -> Iterator[None]:
-    """Only errors, but progress bars: for downloads and large files."""
-    from transformers.utils import logging
+def _no_gguf_bar() -> Iterator[None]:
+    """Silences the GGUF reader's own bar, which does not heed the switch that `quiet` turns."""
+    from transformers import modeling_gguf_pytorch_utils as reader
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+    bar = getattr(reader, "tqdm", None)
+    reader.tqdm = lambda items, **_: items  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        reader.tqdm = bar  # type: ignore[misc, assignment]
 
 
 def _arguments(source: Path | str) -> tuple[str, dict[str, Any]]:
@@ -94,15 +95,17 @@ def load_causal_lm(source: Path | str, dtype: torch.dtype, device: torch.device,
     if device.type != "cpu":
         arguments["device_map"] = {"": device}
     large = isinstance(source, Path) and sum(file.stat().st_size for file in _weights(source)) > _LOUD_BYTES
-    with _bars_only() if progress and (large or isinstance(source, str)) else quiet():
+    bars = progress and (large or isinstance(source, str))
+    with quiet(bars), nullcontext() if bars or "gguf_file" not in arguments else _no_gguf_bar():
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name, dtype=dtype, trust_remote_code=False, output_loading_info=True, **arguments
             )
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise _load_error(source, error, arguments) from error
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ModelFileError(
             f"{source} lacks {len(missing)} of the weights that its config asks for ({', '.join(missing[:3])}, ...); "

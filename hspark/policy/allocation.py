@@ -30,5 +30,5 @@ def allocate(survival: Tensor, length: Tensor, budget: Tensor | int) -> Tensor:
     # any second slot.
     order = score.t().reshape(-1).argsort(descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    chosen = (rank.view(survival.shape[1], -1) < budget) & inside.t()
+    chosen = (rank.view(survival.shape[1], survival.shape[0]) < budget) & inside.t()
     return chosen.sum(dim=0)

@@ -47,7 +47,7 @@ class LinearCost:
     steps, needed with a limit. Above it C(b) = max(C_0 + p * b, T_eager(N + b) + C_KV).
 
     Between the request counts of a mapping values are interpolated; beyond its ends the nearest entry holds. `eager`
-    is interpolated too, and goes on beyond its ends with the nearest slope.
+    is interpolated too, and goes on beyond its last entry with the last slope.
     """
 
     kind = "linear"
@@ -220,7 +220,8 @@ def load_cost(path: str | os.PathLike[str]) -> LinearCost | StepCostTable:
         if kind == "table":
             return StepCostTable(**values)
         for key in ("base", "per_slot", "eager"):
-            values[key] = curves.unlisted(key, values[key])
+            # Without a graph limit there is no eager table.
+            values[key] = None if key == "eager" and values[key] is None else curves.unlisted(key, values[key])
         return LinearCost(**values)
     except (ValueError, TypeError) as error:
         raise ValueError(f"cost file {str(path)!r}: {error}") from error

@@ -64,9 +64,8 @@ def held(table: Mapping[int, float], at: int) -> float:
 
 
 def curve(table: Mapping[int, float], at: Tensor) -> Tensor:
-    """The table read at float64 [n]: straight lines between entries, and on with the nearest slope beyond the ends.
-
-    Never below 0: a steep first slope must not make a small step cost less than nothing.
+    """The table read at float64 [n]: straight lines between entries; below the first entry that one holds, and beyond
+    the last one the last slope goes on, unless it falls: no step is cheaper than what was measured at an end.
     """
     keys = torch.tensor(list(table), dtype=torch.float64)
     values = torch.tensor(list(table.values()), dtype=torch.float64)
@@ -74,9 +73,10 @@ def curve(table: Mapping[int, float], at: Tensor) -> Tensor:
         return values.expand_as(at).clone()
     segment = torch.searchsorted(keys, at, right=True).clamp(1, len(table) - 1)
     low, high = keys[segment - 1], keys[segment]
-    share = (at - low) / (high - low)
+    share = ((at - low) / (high - low)).clamp(min=0.0)
     # In this form the entries themselves come out exactly.
-    return (values[segment - 1] * (1 - share) + values[segment] * share).clamp(min=0.0)
+    line = values[segment - 1] * (1 - share) + values[segment] * share
+    return torch.where(at > keys[-1], line.clamp(min=float(values[-1])), line)
 
 
 def slope(table: Mapping[int, float], at: int) -> float:

@@ -229,7 +229,7 @@ def _newton(columns: Tensor, graded: Tensor, accepted: Tensor, penalty: Tensor) 
         step = torch.linalg.lstsq(curvature, gradient[:, None], driver="gelsd").solution[:, 0]
         decrease = float(gradient @ step)
         if decrease <= 1e-14 * (1.0 + abs(float(value))):
-            return theta
+            return theta - step  # so near the minimum that comparing objectives would only compare rounding
         size = 1.0
         while size > 1e-10 and objective(theta - size * step) > value - 1e-4 * size * decrease:
             size /= 2

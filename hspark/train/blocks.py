@@ -73,6 +73,19 @@ def sample_anchors(
     return anchors, keep
 
 
+def spaced_anchors(loss_mask: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As `sample_anchors`, but evenly spaced instead of random, for measuring."""
+    anchors = torch.zeros(len(loss_mask), count, dtype=torch.int64, device=loss_mask.device)
+    keep = torch.zeros(len(loss_mask), count, dtype=torch.bool, device=loss_mask.device)
+    for row, candidates in enumerate(anchor_candidates(loss_mask)):
+        places = candidates.nonzero()[:, 0]
+        chosen = min(count, len(places))
+        if chosen:
+            anchors[row, :chosen] = places[torch.linspace(0, len(places) - 1, chosen).long()]
+            keep[row, :chosen] = True
+    return anchors, keep
+
+
 def decay(block: int, gamma: float | None, device: torch.device | str = "cpu") -> Tensor:
     """float32 [block]: exp(-k / gamma), later slots counting less; all ones where gamma is None or not positive."""
     slot = torch.arange(block, dtype=torch.float32, device=device)

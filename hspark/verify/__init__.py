@@ -1,8 +1,12 @@
 """Verification: which draft tokens the target accepts, and the token after them. Usable without the rest of the engine.
 
-verifier("coupled" | "rejection")   the two verifiers; `Verifier` is their interface
-pack(...) -> Layout                 where each verified slot lies in the packed target forward
+verifier("coupled" | "rejection")    the two verifiers; `Verifier` is their interface
+pack(...) -> Layout                  where each verified slot lies in the packed target forward
+exact_distribution(world, policy)    the exact law of the output in a small world, decisions included
+check(verifier, policy)              the lossless suite, for these verifiers or your own
 """
+
+from typing import Any
 
 from hspark.verify.base import Seeds, Verdict, Verifier, register, verifier, verifier_names
 from hspark.verify.coupled import CoupledVerifier
@@ -11,6 +15,18 @@ from hspark.verify.rejection import RejectionVerifier
 
 register(CoupledVerifier())
 register(RejectionVerifier())
+
+# What studies verification needs hspark.policy; what verifies does not, and is imported without it.
+_STUDY = {
+    "Report": "lossless",
+    "Rule": "rule",
+    "Sizing": "exact",
+    "World": "world",
+    "check": "lossless",
+    "exact_distribution": "exact",
+    "target_distribution": "world",
+    "total_variation": "world",
+}
 
 __all__ = [
     "CoupledVerifier",
@@ -23,4 +39,13 @@ __all__ = [
     "register",
     "verifier",
     "verifier_names",
+    *_STUDY,
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _STUDY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_STUDY[name]}"), name)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from hspark.core import Chain
 from hspark.sampling import STREAM_COUPLED, gumbel_noise
 from hspark.verify.base import Seeds, Verdict, match_prefix
 from hspark.verify.layout import Layout
+
+Noise = Callable[[Tensor, Tensor, int, int], Tensor]
 
 
 class CoupledVerifier:
@@ -22,6 +26,11 @@ class CoupledVerifier:
 
     name = "coupled"
 
+    def __init__(self, noise: Noise = gumbel_noise) -> None:
+        """noise: (seed, position, vocab_size, stream) -> [..., vocab_size]; another one than Gumbel noise is for
+        study."""
+        self.noise = noise
+
     def __call__(
         self, log_probs: Tensor, layout: Layout, chain: Chain, kept: Tensor, seeds: Seeds, *, greedy: bool = False
     ) -> Verdict:
@@ -29,5 +38,5 @@ class CoupledVerifier:
         finite noise cannot move."""
         if not greedy:
             position = seeds.anchor[layout.row] + 1 + layout.offset
-            log_probs = log_probs + gumbel_noise(seeds.seed[layout.row], position, log_probs.shape[-1], STREAM_COUPLED)
+            log_probs = log_probs + self.noise(seeds.seed[layout.row], position, log_probs.shape[-1], STREAM_COUPLED)
         return match_prefix(log_probs.argmax(dim=-1), layout, chain, kept)

@@ -6,15 +6,16 @@ slot it ends in a bonus token drawn from the target:
 
     P(x_1..x_j, y) = alpha_1 .. alpha_j (1 - alpha_{j+1}) r_{j+1}(y)      P(x_1..x_k, y) = alpha_1 .. alpha_k target(y)
 
-Rejection sampling picks alpha and r so that the draft cancels out: summed over x_1 drawn from the draft law, the first token follows
-the target. But the sum is over *all* x_1. If the decision to verify slot 1 looks at x_1, the sum misses some terms,
-nothing cancels any more, and the output is biased although every single step of the algorithm is right. So the enumeration must
-contain the decisions too (`exact_distribution`): for every state of the batch, every combination of the drafts that the requests may
-sample, the policy, the budget, the allocation over the requests, and the walk of each. No sampling, no tolerance but rounding: a law that
-is kept comes out within 1e-12, and one that is not does not.
+Rejection sampling picks alpha and r so that the draft cancels out: summed over x_1 drawn from the draft law, the
+first token follows the target. But the sum is over *all* x_1. If the decision to verify slot 1 looks at x_1, the sum
+misses some terms, nothing cancels any more, and the output is biased although every single step of the algorithm is
+right. So the enumeration must contain the decisions too (`exact_distribution`): for every state of the batch, every
+combination of the drafts that the requests may sample, the policy, the budget, the allocation over the requests, and
+the walk of each. No sampling, no tolerance but rounding: a law that is kept comes out within 1e-12, and one that is
+not does not.
 
-The policy, the sizing and the allocation are the real ones of `hspark.policy`. The accept rule is a `Rule`, the float64 counterpart of a
-verifier; `sampled` and `suite` tie the two together.
+The policy, the sizing and the allocation are the real ones of `hspark.policy`. The accept rule is a `Rule`, the
+float64 counterpart of a verifier; `sampled` and `suite` tie the two together.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hspark.core import Chain
 from hspark.policy import CostModel, Policy, allocate, choose_budget
+from hspark.verify.rule import Rule, outcomes
 from hspark.verify.world import World
 
 Allocator = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -38,7 +39,9 @@ Allocator = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def allocate_many(allocator: Allocator, survival: Tensor, length: Tensor, budget: Tensor) -> Tensor:
     """Runs the allocation of G batches at once: survival [G, R, W], length [G, R], budget int64 [G]; returns [G, R]."""
-    packed = torch.cat([survival.double(), length[..., None].double(), budget[:, None, None].expand(*length.shape, 1)], 2)
+    packed = torch.cat(
+        [survival.double(), length[..., None].double(), budget[:, None, None].expand(*length.shape, 1)], 2
+    )
     packed, back = packed.unique(dim=0, return_inverse=True)
     with warnings.catch_warnings():  # operators without a batching rule work, one batch at a time
         warnings.filterwarnings("ignore", message="There is a performance drop")
@@ -46,84 +49,14 @@ def allocate_many(allocator: Allocator, survival: Tensor, length: Tensor, budget
     return kept[back]
 
 
-class Slot(NamedTuple):
-    """One verified slot in M walks. target, draft: float64 [M, V]; token: int64 [M]; point_mass: bool [M]."""
-
-    target: Tensor
-    draft: Tensor
-    token: Tensor
-    point_mass: Tensor
-
-
-class Rule:
-    """The accept rule of the specification, section 7, in float64; wrong rules are its subclasses (`controls`)."""
-
-    def accept(self, slot: Slot) -> Tensor:
-        """float64 [M]: the probability that the slot's draft token is accepted."""
-        target = slot.target.gather(1, slot.token[:, None])[:, 0]
-        draft = slot.draft.gather(1, slot.token[:, None])[:, 0]
-        return torch.where(slot.point_mass, target, (target / draft).nan_to_num(nan=0.0).clamp(max=1.0))
-
-    def residual(self, slot: Slot) -> Tensor:
-        """float64 [M, V]: the law of the token that is recovered after a rejection."""
-        without = slot.target.scatter(1, slot.token[:, None], 0.0)
-        excess = (slot.target - slot.draft).clamp(min=0.0)
-        return normalised(torch.where(slot.point_mass[:, None], without, excess), slot.target)
-
-    def bonus(self, laws: list[Tensor]) -> Tensor:
-        """float64 [M, V]: the law of the token after a fully accepted chain, from the target's laws at slots 0..kept."""
-        return laws[-1]
-
-
-def normalised(mass: Tensor, fallback: Tensor) -> Tensor:
-    """`mass` [M, V] divided by its sum; rows without mass are `fallback`."""
-    total = mass.sum(1, keepdim=True)
-    return torch.where(total > 0, mass / total.clamp(min=torch.finfo(mass.dtype).tiny), fallback)
-
-
-def outcomes(world: World, request: Tensor, node: Tensor, chain: Chain, rule: Rule) -> Tensor:
-    """The law of one step of M requests, for every number of verified slots.
-
-    request, node: int64 [M]. chain: [M, W]. Returns float64 [M, W + 1, nodes]: entry (m, k) is the law of the node that request m
-    is at after a step that verified the first k slots of its chain. Tokens past the horizon are dropped.
-    """
-    rows = torch.arange(node.shape[0])
-    table = torch.zeros(node.shape[0], chain.width + 1, world.nodes, dtype=torch.float64)
-    ended = torch.zeros(node.shape[0], world.nodes, dtype=torch.float64)  # mass of the walks that ended in a recovery
-    reach = torch.ones(node.shape[0], dtype=torch.float64)  # mass of the walk that is still going on
-    laws: list[Tensor] = []
-
-    def spread(mass: Tensor, law: Tensor, at: Tensor) -> Tensor:
-        """`mass` [M] at nodes `at` [M], moved on by one token of `law` [M, V]: float64 [M, nodes]."""
-        children = world.child(at[:, None], torch.arange(world.vocab_size))
-        return torch.zeros_like(ended).scatter_add_(1, children, mass[:, None] * law)
-
-    for k in range(chain.width + 1):
-        laws.append(world.next_law(request, node))
-        table[:, k] = ended + spread(reach, rule.bonus(laws), node)
-        if k == chain.width:
-            break
-        slot = Slot(laws[-1], _draft_law(chain, k, laws[-1]), chain.tokens[:, k], chain.point_mass[rows, k])
-        accept = torch.where(node < world.interior, rule.accept(slot), 1.0)  # past the horizon nothing can be rejected
-        ended = ended + spread(reach * (1 - accept), rule.residual(slot), node)
-        reach = reach * accept
-        node = world.child(node, slot.token)
-    return table
-
-
-def _draft_law(chain: Chain, k: int, like: Tensor) -> Tensor:
-    if chain.log_probs is None or k >= chain.log_probs.shape[1]:
-        return torch.zeros_like(like)
-    return chain.log_probs[:, k].double().exp()
-
-
 @dataclass(frozen=True)
 class Sizing:
     """Where the budget and the price of a step come from.
 
-    Without `cost`: always `budget` slots at `price`. With `cost`: sized by `choose_budget` from survivals that are `delay` steps old; until
-    there are such, every slot counts as survival 1. With delay 0 (fresh) the budget reads the survivals of the very step that
-    it sizes; the price, which is needed before the chains are chosen, is then `price`.
+    Without `cost`: always `budget` slots at `price`. With `cost`: sized by `choose_budget` from survivals that are
+    `delay` steps old; until there are such, every slot counts as survival 1. With delay 0 (fresh) the budget reads
+    the survivals of the very step that it sizes; the price, which is needed before the chains are chosen, is then
+    `price`.
     """
 
     budget: int = 0
@@ -145,10 +78,11 @@ class Decision(NamedTuple):
 
 
 class DraftTable(NamedTuple):
-    """All that requests may draft at a price, for R requests, I interior nodes and D draft combinations (float64 unless said).
+    """All that may be drafted at one price, for R requests, I interior nodes and D combinations of draft tokens.
 
-    weight: [R, I, D] probability of the drafts. survival: float32 [R, I, D, W] and length: int64 [R, I, D] of the chosen chain.
-    outcome: [R, I, D, W + 1, nodes] law of the step per number of verified slots.
+    weight: float64 [R, I, D], probability of the drafts.
+    survival: float32 [R, I, D, W] and length: int64 [R, I, D], of the chain that the policy keeps.
+    outcome: float64 [R, I, D, W + 1, nodes], law of the step per number of verified slots.
     """
 
     weight: np.ndarray
@@ -160,21 +94,19 @@ class DraftTable(NamedTuple):
 def draft_table(world: World, policy: Policy, drafting: str, price: float, rule: Rule) -> DraftTable:
     """Enumerates every draft of every request after every output, and what the policy makes of it at this price."""
     width, vocab, sampled = world.model_width, world.vocab_size, drafting == "probabilistic"
-    combos = torch.tensor(list(itertools.product(range(vocab), repeat=width if sampled else 0)), dtype=torch.int64)
-    shape = (world.requests, world.interior, max(len(combos), 1))
+    combos = torch.tensor(list(itertools.product(range(vocab), repeat=width)), dtype=torch.int64).view(-1, width)
+    shape = (world.requests, world.interior, len(combos) if sampled else 1)
     request, node, combo = (x.reshape(-1) for x in torch.meshgrid(*(torch.arange(n) for n in shape), indexing="ij"))
-    if sampled:
-        tokens = combos[combo]
+    drafted = combos[combo].clone()
     weight = torch.ones(request.shape[0], dtype=torch.float64)
-    path, greedy = torch.zeros_like(node), []
+    path = torch.zeros_like(node)
     for slot in range(width):
         law = world.draft_law(request, node, path)
-        token = tokens[:, slot] if sampled else law.argmax(1)
         if sampled:
-            weight = weight * law.gather(1, token[:, None])[:, 0]
-        greedy.append(token)
-        path = path * vocab + 1 + token
-    drafted = torch.stack(greedy, 1) if width else torch.zeros(request.shape[0], 0, dtype=torch.int64)
+            weight = weight * law.gather(1, drafted[:, slot, None])[:, 0]
+        else:
+            drafted[:, slot] = law.argmax(1)
+        path = path * vocab + 1 + drafted[:, slot]
     model = world.model_chain(request, node, drafted, sampled)
     chain = policy(model, world.free_chain(request, node), price)
     outcome = outcomes(world, request, node, chain, rule)
@@ -198,13 +130,17 @@ def exact_distribution(
 ) -> Tensor:
     """The joint law of the next N tokens of all R requests, float64 [V^N] * R; compare with `target_distribution`.
 
-    world: the requests. policy, sizing, allocator: the decisions. drafting: "greedy" or "probabilistic". rule: how slots are
-    accepted; the default is the exact one, which both verifiers follow for drafts that do not look at the verifier's noise.
-    steps: the number of steps that speculate; what is missing after them is decoded plainly. None: all that are needed.
+    world: the requests. policy, sizing, allocator: the decisions. drafting: "greedy" or "probabilistic".
+    rule: how slots are accepted; the default is the exact one, which both verifiers follow for drafts that do not
+    look at the verifier's noise.
+    steps: the number of steps that speculate, all that are needed by default; what is missing is decoded plainly.
+
     The work grows with (V^N)^R and V^(K R): V = 3, N = 4, K = 2 and R = 2 take a second.
     """
     if drafting not in ("greedy", "probabilistic"):
         raise ValueError(f"drafting={drafting!r} is unknown; use 'greedy' or 'probabilistic'")
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
+        raise ValueError(f"steps={steps!r} is not usable; use an integer of at least 0, or None for all steps")
     if not 1 <= world.requests <= 3:
         raise ValueError(f"world has {world.requests} requests; use 1 to 3, the enumeration grows too fast beyond")
     run = _Enumeration(world, policy, drafting, sizing or Sizing(), rule or Rule(), allocator)
@@ -212,7 +148,7 @@ def exact_distribution(
 
 
 class _Enumeration:
-    """Walks the batch from state to state. A state is a node per request, and the decisions already taken for later steps."""
+    """Walks the batch from state to state: a node per request, and the decisions already taken for later steps."""
 
     def __init__(
         self, world: World, policy: Policy, drafting: str, sizing: Sizing, rule: Rule, allocator: Allocator
@@ -263,13 +199,13 @@ class _Enumeration:
         if decisions is not None and self.delay == 0:
             budget = torch.tensor([[d.budget for d in row] for row in decisions])
         kept = allocate_many(self.allocator, survival.flatten(0, 1), length.flatten(0, 1), budget.flatten())
-        kept = kept.view(length.shape).numpy()
+        counts = kept.view(length.shape).numpy()
         for s, state in enumerate(states):
-            groups = _groups(decisions[s]) if decisions is not None and self.delay else {None: slice(None)}
+            groups = _groups(decisions[s]) if decisions is not None and self.delay else {None: np.arange(len(drafts))}
             for later, members in groups.items():
-                chosen = np.flatnonzero(weight[s] > 0) if later is None else members[weight[s][members] > 0]
+                chosen = members[weight[s][members] > 0]
                 if len(chosen):
-                    law = self._joint(table, state, drafts[chosen], kept[s, chosen], weight[s, chosen])
+                    law = self._joint(table, state, drafts[chosen], counts[s, chosen], weight[s, chosen])
                     key = queue if later is None else (*queue[1:], later)
                     _add(after, key, mass.shape)[...] += mass[tuple(state)] * law
 
@@ -320,7 +256,9 @@ class _Enumeration:
         return mass
 
 
-def _add(masses: dict[tuple[Decision, ...], np.ndarray], key: tuple[Decision, ...], shape: tuple[int, ...]) -> np.ndarray:
+def _add(
+    masses: dict[tuple[Decision, ...], np.ndarray], key: tuple[Decision, ...], shape: tuple[int, ...]
+) -> np.ndarray:
     return masses.setdefault(key, np.zeros(shape))
 
 

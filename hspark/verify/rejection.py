@@ -26,6 +26,10 @@ class RejectionVerifier:
     """
 
     name = "rejection"
+    # Acceptance and recovery draw from streams of their own: a shared one would make the recovered token know why it
+    # is needed.
+    accept_stream = STREAM_ACCEPT
+    recover_stream = STREAM_RECOVER
 
     def __call__(
         self, log_probs: Tensor, layout: Layout, chain: Chain, kept: Tensor, seeds: Seeds, *, greedy: bool = False
@@ -34,7 +38,7 @@ class RejectionVerifier:
         if greedy:  # no noise: both the accept rule and the residual reduce to comparing with the argmax
             return match_prefix(log_probs.argmax(dim=-1), layout, chain, kept)
         slot = torch.arange(chain.width, device=kept.device)
-        uniform = uniform_noise(seeds.seed[:, None], slot_key(seeds.anchor[:, None], slot), STREAM_ACCEPT)
+        uniform = uniform_noise(seeds.seed[:, None], slot_key(seeds.anchor[:, None], slot), self.accept_stream)
         # NaN compares false: a slot without a valid probability is rejected.
         passed = (uniform < self.accept_probs(log_probs, layout, chain)) & open_slots(chain, kept)
         accepted = count_prefix(passed)
@@ -42,7 +46,7 @@ class RejectionVerifier:
         stop = log_probs[layout.index.gather(1, accepted[:, None])[:, 0]]  # [B, V]: the law where the row stops
         rejected = accepted < torch.minimum(kept, chain.length)
         law = torch.where(rejected[:, None], self.residual_log_probs(stop, chain, accepted), stop)
-        noise = gumbel_noise(seeds.seed, slot_key(seeds.anchor, accepted), law.shape[-1], STREAM_RECOVER)
+        noise = gumbel_noise(seeds.seed, slot_key(seeds.anchor, accepted), law.shape[-1], self.recover_stream)
         return Verdict(accepted, (law + noise).argmax(dim=-1))
 
     @staticmethod

@@ -1,7 +1,8 @@
-"""The real code on a `World`: drafters that sample, the policy, the allocation, the packing and a verifier, step after step.
+"""The real code on a `World`, step after step: drafters that sample, the policy, the allocation, packing, a verifier.
 
-What `exact` computes, this draws, many copies of the batch at once; a chi-square over the full support ties the two together. The noise is
-counter-based and may be replaced by a finite one (`finite_noise`), and then running every seed once *is* an enumeration.
+What `exact` computes, this draws, many copies of the batch at once; a chi-square over the full support ties the two
+together. The noise is counter-based and may be replaced by a finite one (`finite_noise`), and then running every
+seed once *is* an enumeration.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from hspark.core import Chain
 from hspark.policy import Policy, allocate
 from hspark.sampling import STREAM_COUPLED, STREAM_DRAFT, gumbel_noise, slot_key
 from hspark.verify.base import Seeds, Verifier
+from hspark.verify.coupled import Noise
 from hspark.verify.exact import Allocator, Decision, Sizing, allocate_many
 from hspark.verify.layout import pack
 from hspark.verify.world import World
 
-Noise = Callable[[Tensor, Tensor, int, int], Tensor]
-
 
 class Sampler:
-    """Speculative decoding of `copies` of a world's batch.
+    """Speculative decoding of any number of copies of a world's batch.
 
-    verifier: any `Verifier`. drafting: "greedy" or "probabilistic". coupled: probabilistic drafts use the noise of the positions that they
-    draft, as coupled verification wants it; else each (step, slot) has noise of its own. noise: what the drafter draws with.
-    draft_key: the position under which uncoupled draft noise is drawn, from anchor and slot.
+    verifier: any `Verifier`. drafting: "greedy" or "probabilistic". sizing, allocator: as in `exact_distribution`.
+    coupled: probabilistic drafts use the noise of the positions that they draft, as coupled verification wants it; else
+    each (step, slot) has noise of its own.
+    noise: what the drafter draws with. draft_key: where uncoupled draft noise is drawn, from anchor and slot.
+    greedy: tell the verifier that every row is greedy.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class Sampler:
 
     def _choose(self, request: Tensor, node: Tensor, seed: Tensor, decisions: list[Decision]) -> Chain:
         """The chain of every row. Copies whose prices differ go through the policy one price at a time."""
-        model = self.world.model_chain(request, node, self._draft(request, node, seed), self.drafting == "probabilistic")
+        model = self.world.model_chain(
+            request, node, self._draft(request, node, seed), self.drafting == "probabilistic"
+        )
         if model.log_probs is not None:
             model = model._replace(log_probs=model.log_probs.float())
         free = self.world.free_chain(request, node)
@@ -152,13 +156,15 @@ def _merge(take: Tensor, chain: Chain, other: Chain) -> Chain:
 def finite_noise(atoms: Tensor) -> Noise:
     """Noise that takes one of M vectors, atoms float [M, V], each with probability 1/M.
 
-    Digit t of the seed in base M is the atom of position t, so that the seeds 0..M^N - 1 are all noises of positions 0..N - 1.
+    Digit t - 1 of the seed in base M is the atom of position t: the seeds 0..M^N - 1 are all noises of positions
+    1..N. (Positions beyond
+    have the first atom: noise need not be fair for coupled verification to emit what plain decoding emits.)
     """
 
     def noise(seed: Tensor, position: Tensor, vocab_size: int, stream: int = STREAM_COUPLED) -> Tensor:
         if vocab_size != atoms.shape[1]:
             raise ValueError(f"vocab_size={vocab_size!r}; use {atoms.shape[1]}, the width of the noise atoms")
-        return atoms[(seed // atoms.shape[0] ** position) % atoms.shape[0]]
+        return atoms[(seed // atoms.shape[0] ** (position - 1)) % atoms.shape[0]]
 
     return noise
 

@@ -11,8 +11,8 @@ from torch import Tensor
 def chi_square(counts: Tensor, probs: Tensor, smallest: float = 5.0) -> float:
     """p-value of counts [...] against the law probs [...]: how often a right sampler looks at least this bad.
 
-    The full support takes part: cells expected to hold fewer than `smallest` counts are pooled into one, and a single count where the law
-    is 0 gives 0.0.
+    The full support takes part. Cells expected to hold fewer than `smallest` counts are pooled into one; where even
+    the pool holds fewer, its count is judged by its Poisson tail. A single count where the law is 0 gives 0.0.
     """
     if counts.shape != probs.shape:
         raise ValueError(f"counts has shape {tuple(counts.shape)}; use that of probs, {tuple(probs.shape)}")
@@ -21,24 +21,27 @@ def chi_square(counts: Tensor, probs: Tensor, smallest: float = 5.0) -> float:
         return 0.0
     expected = probs * counts.sum()
     rare = expected < smallest
-    pooled = torch.stack([counts[rare].sum(), expected[rare].sum()])
-    observed, wanted = torch.cat([counts[~rare], pooled[:1]]), torch.cat([expected[~rare], pooled[1:]])
-    if float(pooled[1]) < smallest:  # too thin for a cell of its own: joins the largest one
-        largest = wanted[:-1].argmax()
-        observed[largest] += observed[-1]
-        wanted[largest] += wanted[-1]
-        observed, wanted = observed[:-1], wanted[:-1]
+    found, due = float(counts[rare].sum()), float(expected[rare].sum())
+    observed, wanted = counts[~rare], expected[~rare]
+    tail = 1.0
+    if due >= smallest:
+        observed = torch.cat([observed, observed.new_tensor([found])])
+        wanted = torch.cat([wanted, wanted.new_tensor([due])])
+    elif found > 0:
+        tail = float(torch.special.gammainc(torch.tensor(found).double(), torch.tensor(due).double()))
     if wanted.shape[0] < 2:
-        return 1.0
+        return tail
+    wanted = wanted * (observed.sum() / wanted.sum())
     statistic = float(((observed - wanted) ** 2 / wanted).sum())
-    return _upper_tail(statistic, wanted.shape[0] - 1)
+    p_value = _upper_tail(statistic, wanted.shape[0] - 1)
+    return p_value if due >= smallest or due == 0 else min(1.0, 2 * min(p_value, tail))
 
 
 def miss_rate(distance: float, samples: int, cells: int, false_alarm: float) -> float:
     """How often `chi_square` with threshold `false_alarm` passes a law at this total variation from the right one.
 
-    An upper bound for `cells` cells: for a total variation D, the chi-square distance is at least 4 D^2, so the statistic is
-    noncentral with at least 4 D^2 * samples (Poisson mixture of central tails).
+    An upper bound for `cells` cells: for a total variation D, the chi-square distance is at least 4 D^2, so the
+    statistic is noncentral with at least 4 D^2 * samples (Poisson mixture of central tails).
     """
     freedom = cells - 1
     low, high = 0.0, 10.0 * (freedom + 100.0)
@@ -46,7 +49,10 @@ def miss_rate(distance: float, samples: int, cells: int, false_alarm: float) -> 
         middle = (low + high) / 2
         low, high = (middle, high) if _upper_tail(middle, freedom) > false_alarm else (low, middle)
     half = 2.0 * distance**2 * samples
-    weights = [math.exp(j * math.log(half) - half - math.lgamma(j + 1)) if half > 0 else float(j == 0) for j in range(int(half * 2) + 200)]
+    weights = [
+        math.exp(j * math.log(half) - half - math.lgamma(j + 1)) if half > 0 else float(j == 0)
+        for j in range(int(half * 2) + 200)
+    ]
     return min(1.0, sum(w * (1.0 - _upper_tail(high, freedom + 2 * j)) for j, w in enumerate(weights) if w > 1e-18))
 
 

@@ -1,9 +1,9 @@
 """A world small enough to know everything about: the target, both drafters and the confidences as finite tables.
 
 Whether verification is exact cannot be seen from samples of a language model, but over three tokens and outputs of four
-it can be computed. A `World` holds, for each of a few requests that share a budget, the target's law after every output so far,
-the model drafter's law and confidence after every output and every draft behind it, and the model-free drafter's chain after every output.
-`exact` enumerates it and `sampled` runs the real code on it.
+it can be computed. A `World` holds, for each of a few requests that share a budget, the target's law after every
+output so far, the model drafter's law and confidence after every output and every draft behind it, and the
+model-free drafter's chain after every output. `exact` enumerates it and `sampled` runs the real code on it.
 
 Prefixes are nodes of a V-ary tree in heap order: the root (nothing emitted yet) is 0, and node n followed by token v is
 n * V + 1 + v. Example, V = 2: 0 is (), 1 and 2 are (0) and (1), 3..6 are (0 0) (0 1) (1 0) (1 1).
@@ -26,12 +26,12 @@ def tree_size(vocab_size: int, depth: int) -> int:
 
 @dataclass(frozen=True)
 class World:
-    """R requests over V tokens and outputs of N = `horizon` tokens. I = prefixes shorter than N, J = drafts shorter than K.
+    """R requests over V tokens and outputs of N = `horizon` tokens; I prefixes shorter than N, J drafts shorter than K.
 
     target:           float64 [R, I, V]. The target's processed law of the next token; rows sum to 1.
     draft:            float64 [R, I, J, V]. The model drafter's law after output i and drafts j.
-    confidence:       float64 [R, I, J]. Its estimate that the token drafted there is accepted. It may depend on the tokens
-                      drafted before, and that is where losslessness is lost or kept.
+    confidence:       float64 [R, I, J]. Its estimate that the token drafted there is accepted. It may depend on the
+                      tokens drafted before, and that is where losslessness is lost or kept.
     model_length:     int64 [R, I], 0..K.
     free_tokens:      int64 [R, I, L]. The model-free drafter's chain; entries past free_length are ignored.
     free_length:      int64 [R, I], 0..L.
@@ -50,9 +50,9 @@ class World:
     def __post_init__(self) -> None:
         requests, interior, vocab = self.target.shape
         if self.horizon < 1 or interior != tree_size(vocab, self.horizon - 1):
+            wanted = tree_size(vocab, self.horizon - 1)
             raise ValueError(
-                f"target has {interior} prefixes; use {tree_size(vocab, self.horizon - 1)} for horizon={self.horizon!r} "
-                f"over {vocab} tokens"
+                f"target has {interior} prefixes; use {wanted} for horizon={self.horizon!r} over {vocab} tokens"
             )
         drafts, lookup = self.draft.shape[2], self.free_tokens.shape[2]
         shapes = {
@@ -124,7 +124,7 @@ class World:
     def model_chain(self, request: Tensor, node: Tensor, tokens: Tensor, sampled: bool) -> Chain:
         """The model drafter's chain for request [M], node [M] and drafted tokens [M, K].
 
-        The law (float64) is reported with greedy drafts as well: a verifier must not use it where the slot is a point mass.
+        The law (float64) comes with greedy drafts as well: a verifier must not read it where a slot is a point mass.
         """
         width, inside = self.model_width, node < self.interior
         path = torch.zeros_like(node)
@@ -168,5 +168,5 @@ def target_distribution(world: World) -> Tensor:
 
 
 def total_variation(law: Tensor, other: Tensor) -> float:
-    """Half the summed absolute difference of two laws of the same shape: the largest error of any event's probability."""
+    """Half the summed absolute difference of two laws of one shape: how far the probability of an event can be off."""
     return 0.5 * float((law - other).abs().sum())

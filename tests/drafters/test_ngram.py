@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hspark.core import SOURCE_FREE, RowState
 from hspark.drafters import NgramDrafter
-from hspark.drafters.base import Drafter
+from hspark.drafters.base import Drafter, TargetInfo
 from hspark.drafters.ngram import NgramMatch, match
 from hspark.policy.estimator import AcceptanceEstimator
 from hspark.sampling import SamplingMode, SamplingState
@@ -192,11 +192,14 @@ def test_runner_up_may_overlap_the_match() -> None:
     found = read(match(*as_batch([[7] * 48], 48)), 0)
     assert found == Expected([7] * 15, 15, 1, 47)
     assert read(match(*as_batch([[7] * 48], 48), periodic=False), 0).tokens == [7]
+    # Two candidates, side by side: the match ends at the last 7 of the first run, the runner-up one place earlier.
+    text = [*[7] * 6, 8, *[7] * 5]
+    assert read(match(*as_batch([text], 12)), 0) == Expected([8, *[7] * 5, 8, *[7] * 5, 8, 7, 7], 5, 0, 5)
 
 
 @pytest.mark.parametrize("period", range(1, 17))
 def test_periodic_text_is_continued_exactly(period: int) -> None:
-    """Once a loop has run twice, and five tokens have a predecessor, every draft token is the one that follows in the loop."""
+    """Once a loop has run twice, and five tokens have a predecessor, the draft goes on with the loop exactly."""
     loop = list(range(100, 100 + period))
     for size in range(max(2 * period, period + 5), 3 * period + 12):
         text = (loop * 80)[: size + 15]
@@ -356,6 +359,39 @@ def test_shorter_drafts(length: int) -> None:
 def test_bad_settings_name_the_argument(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name}={value!r}"):
         NgramDrafter(**{name: value})  # type: ignore[arg-type]
+
+
+def test_estimator_must_fit_the_drafter() -> None:
+    preset = AcceptanceEstimator.preset("qwen3-8b")
+    with pytest.raises(ValueError, match=r"fitted for min_match, max_match, copy_cap = \(5, 15, 256\)"):
+        NgramDrafter(preset, min_match=4)
+    state = row_state(*as_batch([[1, 2, 3] * 8], 40))
+    with pytest.raises(ValueError, match="use one that estimates length=15 positions"):
+        NgramDrafter(lambda n, a, m: torch.ones(1, 7)).propose(state, SamplingMode())
+    longer = NgramDrafter(preset, length=20).propose(state, SamplingMode())
+    assert int(longer.length) == longer.width == 20
+    assert longer.acceptance[0, 14] == longer.acceptance[0, 19] > 0
+
+
+def test_any_callable_may_estimate() -> None:
+    """It sees the features, and what it says becomes the chain's acceptance."""
+    seen: list[list[int]] = []
+
+    def estimator(match_length: Tensor, agreement: Tensor, copy_length: Tensor) -> Tensor:
+        seen.append([int(match_length), int(agreement), int(copy_length)])
+        return torch.full((1, 15), 0.5)
+
+    chain = NgramDrafter(estimator).propose(row_state(*as_batch([[1, 2, 3] * 8], 40)), SamplingMode())
+    assert seen == [[15, 1, 21]]
+    assert chain.acceptance[0].tolist() == [0.5] * 15
+
+
+def test_bind_moves_the_estimator_to_the_target() -> None:
+    target = TargetInfo("tiny", 32, 8, 1, torch.float32, torch.device("meta"), None, None)
+    drafter = NgramDrafter()
+    drafter.bind(target, max_batch_size=2, max_length=64)
+    assert isinstance(drafter.estimator, AcceptanceEstimator)
+    assert drafter.estimator.device == torch.device("meta")
 
 
 def test_bad_shapes_are_refused() -> None:

@@ -1,0 +1,245 @@
+"""The benchmark: arms x batch sizes x repeats over the same prompts, interleaved, on one set of weights.
+
+The prompts are cut into groups; within a group every arm runs before the next group begins, in an order that rotates,
+so that a slow spell of the machine hits all arms alike. Loading, cost measurement and warm-up are outside the clock.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from hspark.config import SamplingParams
+from hspark.drafters import DSparkDrafter
+from hspark.lab.arms import Arm, ArmSpec, PeerArm, SpeculatorArm, plain_copy
+from hspark.lab.bench_report import BenchReport, summarise
+from hspark.lab.bench_settings import BenchSettings
+from hspark.lab.differences import compare
+from hspark.lab.machine import load_average, machine_facts
+from hspark.lab.runs import BatchRuns, BenchPrompt, GroupRun
+from hspark.lab.workloads import Sample
+from hspark.models import LoadedTarget
+from hspark.policy import CostModel
+from hspark.request import Request
+from hspark.speculator import HybridSpeculator
+
+WARMUP_TOKENS = 8
+_ROUND = 64
+
+
+class Observer:
+    """Told what a benchmark does, as it happens. Every method may be overridden; these do nothing."""
+
+    def begin(self, arm: str, batch_size: int, prompts: Sequence[BenchPrompt]) -> None:
+        """An arm starts on a group."""
+
+    def step(self, arm: str, requests: list[Request]) -> None:
+        """An arm finished a decode step (not for peers)."""
+
+    def end(self, arm: str, run: GroupRun) -> None:
+        """The arm is done with the group."""
+
+
+class ProgressBar(Observer):
+    """A bar on standard error, over all runs of all arms; hidden where standard error is no terminal."""
+
+    def __init__(self, settings: BenchSettings, prompts: int) -> None:
+        runs = sum(len([s for s in settings.specs if size == 1 or not s.is_peer]) for size in settings.batch_sizes)
+        self.bar = tqdm(total=runs * settings.repeats * prompts, unit="request", disable=None, leave=False)
+
+    def begin(self, arm: str, batch_size: int, prompts: Sequence[BenchPrompt]) -> None:
+        self.bar.set_description(f"batch {batch_size}, {arm}")
+
+    def end(self, arm: str, run: GroupRun) -> None:
+        self.bar.update(len(run.token_ids))
+
+
+def encode_samples(samples: Sequence[Sample], target: LoadedTarget) -> list[BenchPrompt]:
+    """The samples as token ids, through the target's chat template where it has one."""
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        raise ValueError(f"model {target.name!r} has no tokenizer, and a workload is text; use a model with one")
+    prompts = []
+    for sample in samples:
+        if getattr(tokenizer, "chat_template", None):
+            text = tokenizer.apply_chat_template(sample.messages, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            ids = tokenizer("\n\n".join(message["content"] for message in sample.messages))["input_ids"]
+        prompts.append(BenchPrompt(sample.task_id, "chat" if sample.reference_input is None else "edit", list(ids)))
+    return prompts
+
+
+def make_groups(prompts: Sequence[BenchPrompt], size: int) -> list[list[int]]:
+    """Indices of the prompts, cut into groups of at most `size`, each of one kind."""
+    groups = []
+    for kind in dict.fromkeys(prompt.kind for prompt in prompts):
+        members = [index for index, prompt in enumerate(prompts) if prompt.kind == kind]
+        groups += [members[start : start + size] for start in range(0, len(members), size)]
+    return groups
+
+
+def run_bench(
+    target: LoadedTarget,
+    prompts: Sequence[BenchPrompt],
+    settings: BenchSettings,
+    *,
+    workload: str = "",
+    observer: Observer | None = None,
+) -> BenchReport:
+    """Runs every arm over every prompt at every batch size, and sums up.
+
+    target: its model's attention is replaced. workload: the name for the header. ValueError, before any work, for
+    prompts that do not fit the model.
+    """
+    prompts, observer = list(prompts), observer or Observer()
+    capacity = _capacity(target, prompts, settings)
+    header = _header(target, prompts, settings, workload)
+    begun = time.perf_counter()
+    builder = _Builder(target, settings, capacity)
+    batches = []
+    for size in settings.batch_sizes:
+        arms = builder.arms(size)
+        batch = _run_batch(arms, prompts, settings, size, observer)
+        compare(batch, prompts, settings.params, settings.comparable, builder.plain, target.tokenizer)
+        batches.append(summarise(batch, prompts))
+    header["seconds"] = round(time.perf_counter() - begun, 1)
+    header["machine"]["load_average_after"] = load_average()
+    header["estimator"], header["costs"] = builder.estimator_note, builder.cost_records
+    return BenchReport(header, batches)
+
+
+def _capacity(target: LoadedTarget, prompts: list[BenchPrompt], settings: BenchSettings) -> int:
+    """Tokens that a row must hold. ValueError for a prompt without tokens, or one that leaves too little room."""
+    if not prompts:
+        raise ValueError("the workload is empty; use at least one request")
+    config: Any = target.model.config
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise ValueError(f"request {prompt.task_id!r} has an empty prompt; use at least one token")
+        if limit is not None and len(prompt.token_ids) + settings.max_new_tokens > limit:
+            raise ValueError(
+                f"request {prompt.task_id!r} has {len(prompt.token_ids)} prompt tokens, which with max_new_tokens="
+                f"{settings.max_new_tokens} exceed the model's {limit} positions; lower max_new_tokens or leave it out"
+            )
+    most = max(len(prompt.token_ids) for prompt in prompts) + settings.max_new_tokens
+    rounded = -(-most // _ROUND) * _ROUND
+    return rounded if limit is None else min(rounded, limit)
+
+
+class _Builder:
+    """Makes the arms of one batch size after another: one set of weights, and one cost for arms that draft alike."""
+
+    def __init__(self, target: LoadedTarget, settings: BenchSettings, capacity: int) -> None:
+        self.target, self.settings, self.capacity = target, settings, capacity
+        self.plain = plain_copy(target.model)
+        self.estimator_note = ""
+        self.cost_records: list[dict[str, Any]] = []
+        self._costs: dict[tuple[int, tuple[str, ...]], CostModel] = {}
+
+    def arms(self, batch_size: int) -> dict[str, Arm]:
+        arms: dict[str, Arm] = {}
+        for spec in self.settings.specs:
+            if not spec.is_peer:
+                arms[spec.name] = SpeculatorArm(spec, self._speculator(spec, batch_size))
+            elif batch_size == 1:
+                arms[spec.name] = PeerArm(spec, self.plain, self.target.eos_token_ids)
+        return arms
+
+    def _speculator(self, spec: ArmSpec, batch_size: int) -> HybridSpeculator:
+        settings, target = self.settings, self.target
+        drafter = None
+        if spec.needs_model and settings.drafter is not None:
+            noise = "independent" if settings.verify == "rejection" else "coupled"
+            drafter = DSparkDrafter.from_pretrained(settings.drafter, drafting=settings.drafting, noise=noise)
+        key = (batch_size, spec.drafter_names(drafter is not None))
+        speculator = HybridSpeculator(
+            target.model,
+            target.tokenizer,
+            name=target.name,
+            eos_token_ids=target.eos_token_ids,
+            drafter=drafter,
+            estimator=settings.estimator,
+            cost=self._costs.get(key, settings.cost),
+            policy=spec.policy,
+            budget=spec.budget,
+            max_batch_size=batch_size,
+            max_length=self.capacity,
+            **settings.speculator_settings(),
+        )
+        self.estimator_note = speculator.estimator_note
+        if key[1] and key not in self._costs:
+            self._costs[key] = speculator.cost
+            record = {"batch_size": batch_size, "drafters": list(key[1]), **_cost_record(speculator.cost)}
+            self.cost_records.append(record)
+        return speculator
+
+
+def _cost_record(cost: CostModel) -> dict[str, Any]:
+    """A cost model as the file that it saves."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cost.json"
+        cost.save(path)
+        return json.loads(path.read_text())
+
+
+def _run_batch(
+    arms: dict[str, Arm], prompts: list[BenchPrompt], settings: BenchSettings, size: int, observer: Observer
+) -> BatchRuns:
+    groups = make_groups(prompts, settings.group_size or (1 if size == 1 else 2 * size))
+    ids = [[prompts[index].token_ids for index in group] for group in groups]
+    params = [[settings.params(index) for index in group] for group in groups]
+    for arm in arms.values():
+        arm.run(ids[0], [_warmup(own) for own in params[0]])
+    runs: dict[str, list[list[GroupRun]]] = {name: [[] for _ in range(settings.repeats)] for name in arms}
+    names = list(arms)
+    for repeat in range(settings.repeats):
+        for number, group in enumerate(groups):
+            first = (number + repeat) % len(names)
+            for name in names[first:] + names[:first]:
+                observer.begin(name, size, [prompts[index] for index in group])
+                run = arms[name].run(ids[number], params[number], partial(observer.step, name))
+                runs[name][repeat].append(run)
+                observer.end(name, run)
+    return BatchRuns(size, groups, [prompts[group[0]].kind for group in groups], runs)
+
+
+def _warmup(params: SamplingParams) -> SamplingParams:
+    return replace(params, max_new_tokens=min(WARMUP_TOKENS, params.max_new_tokens), ignore_eos=True)
+
+
+def _header(target: LoadedTarget, prompts: list[BenchPrompt], settings: BenchSettings, workload: str) -> dict[str, Any]:
+    kinds = dict.fromkeys(prompt.kind for prompt in prompts)
+    notes = []
+    if settings.drafter is None and (names := [spec.name for spec in settings.specs if spec.needs_model]):
+        notes.append(f"without a model drafter {', '.join(names)} can only draft by n-gram")
+    if any(spec.is_peer for spec in settings.specs) and settings.batch_sizes != (1,):
+        notes.append("transformers' generate is measured at batch size 1 only")
+    if not settings.params(0).greedy and settings.verify != "coupled":
+        notes.append("rejection sampling preserves the distribution, not the text: outputs are not compared")
+    plain = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    plain["cost"] = settings.cost if isinstance(settings.cost, str) else repr(settings.cost)
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine_facts(target.device),
+        "model": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "workload": {
+            "name": workload,
+            "requests": len(prompts),
+            "kinds": {kind: sum(prompt.kind == kind for prompt in prompts) for kind in kinds},
+            "prompt_tokens": sum(len(prompt.token_ids) for prompt in prompts),
+        },
+        "settings": plain,
+        "notes": notes,
+    }

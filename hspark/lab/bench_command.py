@@ -1,0 +1,114 @@
+"""`hspark bench`: the benchmark from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hspark.drafters.known import known_drafter
+from hspark.lab.bench import ProgressBar, encode_samples, run_bench
+from hspark.lab.bench_settings import BenchSettings
+from hspark.lab.bench_text import render
+from hspark.lab.builtin_workload import builtin_workload
+from hspark.lab.workloads import Sample, load_workload
+from hspark.models import load_target
+from hspark.options import Parser, add_drafting_options, add_target_options, drafting_settings, set_threads
+
+_BUILTIN_SIZE = 24
+_EXAMPLE = """
+examples:
+  hspark bench --limit 8 --max-new-tokens 128
+  hspark bench edits.jsonl --arms ngram_only,ngram_only:all,transformers,transformers-lookup --batch-sizes 1,4 --json
+
+Arms are policies (vanilla, ngram_only, model_only, proposed, ...), policies with a budget (ngram_only:all, proposed:8),
+and transformers' own generate, plain (transformers) or with 10 tokens of prompt lookup (transformers-lookup).
+Each line of a workload file is a JSON object with instruction and input (an edit), turns (a conversation; its first
+turn is asked) or prompt. Without a file: edits of functions of Python's standard library, and questions.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="hspark bench",
+        description="Measure arms against each other on the same prompts, and compare their outputs token by token.",
+        epilog=_EXAMPLE,
+    )
+    add = parser.add_argument
+    add("workload", nargs="?", metavar="FILE", help="JSON-lines workload, plain or .gz (default: the built-in one)")
+    add("--arms", metavar="A,B,...", help="default: vanilla,ngram_only and, with a model drafter, model_only,proposed")
+    add("--batch-sizes", default="1", metavar="N,...", help="requests decoded at once (default: 1)")
+    add("--repeats", type=int, default=1, metavar="N", help="runs of everything (default: 1)")
+    add("--limit", type=int, metavar="N", help=f"requests (default: all of a file, {_BUILTIN_SIZE} built-in ones)")
+    add("--group-size", type=int, metavar="N", help="prompts that each arm runs at a time (default: 1, or 2 batches)")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="of every request (default: 256)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="of every request; 0 is greedy (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="of the noise, and of the built-in workload (default: 0)")
+    add("--ignore-eos", action="store_true", help="do not end at end-of-sequence tokens")
+    add("--json", action="store_true", help="print the report as JSON instead of tables")
+    add("--output", metavar="PATH", help="also write the report as JSON to this file")
+    add_target_options(parser)
+    add_drafting_options(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of `hspark bench`; argv without the program's name. Returns the exit status; raises ValueError."""
+    options = _parser().parse_args(argv)
+    set_threads(options.threads)
+    if options.output and not Path(options.output).resolve().parent.is_dir():
+        raise ValueError(f"output={options.output!r} lies in no existing directory; use a path that can be written")
+    settings = _settings(options)
+    samples, name = _samples(options)
+    target = load_target(options.model, options.dtype, options.device)
+    prompts = encode_samples(samples, target)
+    bar = ProgressBar(settings, len(prompts))
+    with bar.bar:
+        report = run_bench(target, prompts, settings, workload=name, observer=bar)
+    text = json.dumps(report.to_dict())
+    if options.output:
+        Path(options.output).write_text(text + "\n")
+    print(text if options.json else render(report))
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> BenchSettings:
+    drafting: dict[str, Any] = drafting_settings(options)
+    if drafting["drafter"] == "auto":
+        drafting["drafter"] = known_drafter(options.model)
+    arms = default_arms(drafting["drafter"]) if options.arms is None else _split(options.arms)
+    return BenchSettings(
+        arms=arms,
+        batch_sizes=tuple(_integer("batch_sizes", part) for part in _split(options.batch_sizes)),
+        repeats=options.repeats,
+        group_size=options.group_size,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        ignore_eos=options.ignore_eos,
+        **drafting,
+    )
+
+
+def default_arms(drafter: str | None) -> tuple[str, ...]:
+    """All that can be compared: the model drafter's arms only where there is one."""
+    return ("vanilla", "ngram_only") if drafter is None else ("vanilla", "ngram_only", "model_only", "proposed")
+
+
+def _samples(options: argparse.Namespace) -> tuple[list[Sample], str]:
+    if options.workload is None:
+        return builtin_workload(_BUILTIN_SIZE if options.limit is None else options.limit, options.seed), "built-in"
+    return load_workload(options.workload, options.limit), Path(options.workload).name
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _integer(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} holds {text!r}; use integers of at least 1, separated by commas") from None

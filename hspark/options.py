@@ -1,0 +1,104 @@
+"""Command-line options that several commands share, and what they are called in Python."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+import torch
+
+DEFAULT_MODEL = "smollm2-135m"
+_COMPILE: dict[str, str | bool] = {"auto": "auto", "on": True, "off": False}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose mistakes are one line and exit with 2, and whose epilog keeps its lines."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"hspark: error: {message} (`{self.prog} --help` lists the options)\n")
+
+
+def add_target_options(parser: argparse.ArgumentParser) -> None:
+    """--model, --dtype, --device, --threads."""
+    add = parser.add_argument_group("target").add_argument
+    add(
+        "--model",
+        metavar="NAME",
+        default=DEFAULT_MODEL,
+        help=f"short name, hub id, directory or .gguf file (default: {DEFAULT_MODEL})",
+    )
+    add("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64 (default: auto)")
+    add("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    add("--threads", type=int, metavar="N", help="CPU threads of torch (default: torch's own choice)")
+
+
+def add_drafting_options(parser: argparse.ArgumentParser) -> None:
+    """How drafts are made, priced and verified, apart from policy and budget."""
+    add = parser.add_argument_group("speculation").add_argument
+    add(
+        "--drafter",
+        metavar="NAME",
+        default="auto",
+        help="model drafter: auto, none, a directory or hub id (default: auto)",
+    )
+    add("--drafting", default="greedy", help="greedy or probabilistic model drafts (default: greedy)")
+    add("--verify", default="coupled", help="coupled or rejection (default: coupled)")
+    add(
+        "--estimator",
+        metavar="NAME",
+        default="auto",
+        help="auto, a preset, or a file that `hspark fit` saved (default: auto)",
+    )
+    add(
+        "--cost",
+        metavar="PATH",
+        default="auto",
+        help="auto (measured at start-up), or a saved cost file (default: auto)",
+    )
+    add(
+        "--budget-delay",
+        type=int,
+        default=2,
+        metavar="STEPS",
+        help="steps from survivals to the step they size (default: 2)",
+    )
+    add("--compile", choices=list(_COMPILE), default="auto", help="torch.compile the step (default: auto)")
+    add("--allow-lossy", action="store_true", help="run combinations that change the output distribution, for study")
+
+
+def drafting_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The values of `add_drafting_options` as keyword arguments of HybridSpeculator.from_pretrained."""
+    return {
+        "drafter": none_or(options.drafter),
+        "drafting": options.drafting,
+        "verify": options.verify,
+        "estimator": options.estimator,
+        "cost": options.cost,
+        "budget_delay": options.budget_delay,
+        "compile": _COMPILE[options.compile],
+        "allow_lossy": options.allow_lossy,
+    }
+
+
+def none_or(text: str) -> str | None:
+    return None if text == "none" else text
+
+
+def parse_budget(text: str) -> str | int:
+    """A number where it is one; anything else is left to EngineConfig, whose error names what it accepts."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def set_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    if threads < 1:
+        raise ValueError(f"threads={threads} is out of range; use an integer of at least 1")
+    torch.set_num_threads(threads)

@@ -1,0 +1,121 @@
+"""Linear layers laid out for the CPU's kernels: siblings fused, bfloat16 weights packed once.
+
+A decode step reads every weight for a handful of tokens, so the time of its linear layers is the time of reading them
+and of starting the kernels. Two things cost more than they should in plain modules: projections of the same input
+(query, key and value; gate and up) start a kernel each, and oneDNN reorders a bfloat16 weight into its own blocked
+layout at every call. Both are done once here, when the target is loaded. The sums are the same, in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Names of projections that are called one after the other on the same input.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch build has oneDNN's packed bfloat16 linear (the operator that its own compiler uses)."""
+    return (
+        dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+class PackedLinear(nn.Module):
+    """A linear layer for inference on the CPU. `weight` stays available where `keep_weight` asks for it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, keep_weight: bool = False) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.packed = _can_pack(weight.dtype)
+        self.bias = bias
+        self._matrix = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
+        self.weight = weight if keep_weight else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self._matrix, self.bias, "none", [], "")
+        return F.linear(x, self._matrix, self.bias)
+
+
+class _Fused:
+    """The joint projection behind several siblings; holds the last output until each sibling has taken its part."""
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        biases = [linear.bias for linear in linears]
+        bias = None if biases[0] is None else torch.cat([b.data for b in biases])
+        self.joint = PackedLinear(torch.cat([linear.weight.data for linear in linears]), bias)
+        self.input: Tensor | None = None
+        self.parts: list[Tensor] = []
+
+    def part(self, index: int, x: Tensor, sizes: list[int]) -> Tensor:
+        if x is not self.input:
+            self.input, self.parts = x, list(self.joint(x).split(sizes, dim=-1))
+        out = self.parts[index]
+        if index == len(sizes) - 1:
+            self.input, self.parts = None, []
+        return out
+
+
+class FusedPart(nn.Module):
+    """One of several sibling projections that are computed together; called on the same tensor as its siblings."""
+
+    def __init__(self, fused: _Fused, index: int, sizes: list[int]) -> None:
+        super().__init__()
+        self.fused, self.index, self.sizes = fused, index, sizes
+        self.out_features = sizes[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fused.part(self.index, x, self.sizes)
+
+
+def pack_linears(model: Any) -> int:
+    """Replaces the plain float linear layers of a model on the CPU, in place; returns how many kernels remain.
+
+    Layers of another type (quantised, adapted, sharded) and layers with hooks are left alone. The output embedding
+    keeps its weight, which it may share with the input embedding and with drafters.
+    """
+    head = model.get_output_embeddings()
+    done = 0
+    for parent in list(model.modules()):
+        for names in SIBLINGS:
+            linears = [getattr(parent, name, None) for name in names]
+            if all(_is_plain(linear) for linear in linears) and _alike(linears):
+                fused, sizes = _Fused(linears), [linear.out_features for linear in linears]  # type: ignore[arg-type, union-attr]
+                for index, name in enumerate(names):
+                    setattr(parent, name, FusedPart(fused, index, sizes))
+                done += 1
+        for name, child in list(parent.named_children()):
+            if _is_plain(child):
+                bias = None if child.bias is None else child.bias.data
+                setattr(parent, name, PackedLinear(child.weight.data, bias, keep_weight=child is head))
+                done += 1
+    return done
+
+
+def _is_plain(module: Any) -> bool:
+    return (
+        type(module) is nn.Linear
+        and type(module.weight) is nn.Parameter
+        and module.weight.device.type == "cpu"
+        and module.weight.dtype.is_floating_point
+        and not (module._forward_hooks or module._forward_pre_hooks)
+    )
+
+
+def _alike(linears: list[Any]) -> bool:
+    first = linears[0]
+    return all(
+        linear.in_features == first.in_features
+        and linear.weight.dtype == first.weight.dtype
+        and (linear.bias is None) == (first.bias is None)
+        for linear in linears
+    )

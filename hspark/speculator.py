@@ -1,0 +1,323 @@
+"""HybridSpeculator: the user's face of the package."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from hspark.config import EngineConfig, SamplingParams
+from hspark.core import RequestOutput
+from hspark.drafters import DSparkDrafter, NgramDrafter
+from hspark.drafters.base import Drafter
+from hspark.drafters.known import known_drafter
+from hspark.engine import Engine
+from hspark.models import load_target, resolve_device, resolve_dtype
+from hspark.policy import (
+    AcceptanceEstimator,
+    CostModel,
+    LinearCost,
+    Policy,
+    load_cost,
+    lossy_reason,
+    policy,
+    refuse_if_lossy,
+)
+from hspark.profiling import profile_step
+from hspark.request import Request
+from hspark.step import DecodeStep
+from hspark.target import CausalTarget
+from hspark.verify import Verifier, verifier
+
+logger = logging.getLogger("hspark")
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """A piece of output: text that became certain (may be empty), and the tokens committed since the last chunk.
+
+    The last chunk carries the finish_reason and the whole output.
+    """
+
+    text: str
+    token_ids: list[int]
+    sources: list[str]
+    finish_reason: str | None = None
+    output: RequestOutput | None = None
+
+
+class HybridSpeculator:
+    """Decodes with a causal LM, a model drafter and an n-gram drafter under one verification budget.
+
+    Most users call `from_pretrained`. The constructor takes objects: `model`, a transformers causal LM; `tokenizer`, or
+    None (prompts are then token ids, and outputs have no text); `drafter`, a model Drafter, or None; `lookup`, "ngram",
+    None, or a Drafter; `estimator` (see `AcceptanceEstimator.resolve`) for the n-gram drafter; `cost`, "auto" (measured
+    at start-up), a file, or a CostModel; and the settings of `EngineConfig`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any | None = None,
+        *,
+        name: str = "",
+        eos_token_ids: tuple[int, ...] | None = None,
+        drafter: Drafter | None = None,
+        lookup: str | Drafter | None = "ngram",
+        estimator: str | os.PathLike[str] = "auto",
+        cost: str | os.PathLike[str] | CostModel = "auto",
+        **settings: Any,
+    ) -> None:
+        self.config = _config(settings)
+        self.policy, self.verifier, lossy = _rules(self.config, drafter is not None, lookup is not None)
+        self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+        free, self.estimator_note = _lookup(lookup, estimator, self.name)
+        self.tokenizer = tokenizer
+        _check_length(self.config.max_length, model)
+        target = CausalTarget(model, self.config.max_batch_size, self.config.max_length)
+        step = DecodeStep(target, self.policy, self.verifier, drafter, free)
+        for part in step.drafters:
+            part.bind(target.info(self.name), self.config.max_batch_size, self.config.max_length)
+        target.set_taps(tuple(tap for part in step.drafters for tap in part.taps))
+        self.cost = _cost(cost, step)
+        run_ahead = self.config.run_ahead
+        self.engine = Engine(
+            step,
+            self.cost,
+            budget=self.config.budget,
+            budget_delay=self.config.budget_delay,
+            run_ahead=int(target.device.type != "cpu") if run_ahead is None else run_ahead,
+            prefill_tokens=self.config.prefill_tokens,
+            eos_token_ids=_eos(model) if eos_token_ids is None else eos_token_ids,
+            tokenizer=tokenizer,
+            lossy=lossy,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | os.PathLike[str],
+        *,
+        drafter: str | os.PathLike[str] | Drafter | None = "auto",
+        lookup: str | Drafter | None = "ngram",
+        policy: Any = "proposed",
+        budget: str | int = "adaptive",
+        drafting: str = "greedy",
+        verify: Any = "coupled",
+        estimator: str | os.PathLike[str] = "auto",
+        cost: str | os.PathLike[str] | CostModel = "auto",
+        budget_delay: int = 2,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        max_batch_size: int = 4,
+        max_length: int = 2048,
+        compile: str | bool = "auto",
+        allow_lossy: bool = False,
+        progress: bool = True,
+        **settings: Any,
+    ) -> HybridSpeculator:
+        """Loads a target and its drafters.
+
+        target: "smollm2-135m", a Hugging Face id, a model directory, or a .gguf file.
+        drafter: "auto" (the one known for this target, else none), None, a checkpoint directory or hub id, a Drafter.
+        lookup: "ngram" or None. estimator: "auto", a preset's name, or a file. cost: "auto", a file, or a CostModel.
+        dtype: "auto", "float32", "bfloat16", "float16". device: "auto", "cpu", "cuda". The rest as in EngineConfig.
+        Every argument is checked before the target is loaded; errors are ValueErrors that name it.
+        """
+        settings.update(policy=policy, budget=budget, drafting=drafting, verify=verify, budget_delay=budget_delay)
+        settings.update(max_batch_size=max_batch_size, max_length=max_length, compile=compile, allow_lossy=allow_lossy)
+        config = _config(settings)
+        model_drafter = _drafter(drafter, str(target), config)
+        _rules(config, model_drafter is not None, lookup is not None)
+        _lookup(lookup, estimator, str(target))
+        resolve_dtype(dtype, resolve_device(device))
+        loaded_cost = load_cost(cost) if isinstance(cost, str | os.PathLike) and cost != "auto" else cost
+        loaded = load_target(target, dtype, device, progress=progress)
+        speculator = cls(
+            loaded.model,
+            loaded.tokenizer,
+            name=loaded.name,
+            eos_token_ids=loaded.eos_token_ids,
+            drafter=model_drafter,
+            lookup=lookup,
+            estimator=estimator,
+            cost=loaded_cost,
+            **settings,
+        )
+        if speculator.estimator_note:
+            logger.info(speculator.estimator_note)
+        return speculator
+
+    # -- prompts -------------------------------------------------------------------------------------------------
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: a string, token ids, or chat messages (rendered with the target's chat template)."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("prompt is a string, but this target has no tokenizer; use a list of token ids")
+            return list(self.tokenizer(prompt)["input_ids"])
+        items = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+        if items and all(isinstance(item, dict) for item in items):
+            return self._encode_messages(items)
+        for item in items:
+            if isinstance(item, bool) or not isinstance(item, int):
+                raise ValueError(f"prompt holds {item!r}; use a string, a list of token ids, or a list of chat messages")
+        return items
+
+    def _encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(
+                "prompt is a list of chat messages, but this target has no chat template; use a string or token ids"
+            )
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    # -- decoding ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Decodes one prompt or a list of them, up to max_batch_size at once; returns a list in the same order.
+
+        params: one SamplingParams for all, or one for each. All prompts are checked before any work starts. A request
+        that fails on the way has finish_reason "error"; the others go on.
+        """
+        batch: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
+        each = [params or SamplingParams()] * len(batch) if _is_params(params) else list(params)  # type: ignore[arg-type]
+        if len(each) != len(batch):
+            raise ValueError(f"params has {len(each)} entries for {len(batch)} prompts; use one, or one for each")
+        encoded = [self.encode(prompt) for prompt in batch]
+        for ids, own in zip(encoded, each, strict=True):
+            self.engine.check(ids, own)
+        requests = [self.engine.submit(ids, own) for ids, own in zip(encoded, each, strict=True)]
+        try:
+            self._run(requests, progress)
+        finally:
+            for request in requests:
+                self.engine.cancel(request)
+        return [request.output() for request in requests]
+
+    def _run(self, requests: list[Request], progress: bool) -> None:
+        with tqdm(total=len(requests), unit="request", disable=not progress, leave=False) as bar:
+            while not all(request.done for request in requests):
+                self.engine.step()
+                bar.update(sum(request.done for request in requests) - bar.n)
+                tokens = sum(len(request.token_ids) for request in requests)
+                bar.set_postfix(tokens=tokens, refresh=False)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """Decodes one prompt, yielding what became certain after every step. Closing the iterator cancels the request.
+
+        Several streams may be open at once; each advances all of them.
+        """
+        request = self.engine.submit(self.encode(prompt), params or SamplingParams())
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[StreamChunk]:
+        shown = tokens = 0
+        try:
+            while True:
+                done = request.done
+                text = request.text or ""
+                fresh, sources = request.token_ids[tokens:], request.sources[tokens:]
+                if done or fresh:
+                    output = request.output() if done else None
+                    yield StreamChunk(text[shown:], fresh, sources, request.finish_reason, output)
+                    shown, tokens = len(text), tokens + len(fresh)
+                if done:
+                    return
+                if not request.done:
+                    self.engine.step()
+        finally:
+            self.engine.cancel(request)
+
+
+def _config(settings: dict[str, Any]) -> EngineConfig:
+    known = EngineConfig.__dataclass_fields__
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"{key}={settings[key]!r} is not a setting; use {', '.join(known)}")
+    return EngineConfig(**settings)
+
+
+def _rules(config: EngineConfig, has_model: bool, has_free: bool) -> tuple[Policy, Verifier, bool]:
+    """Policy, verifier, and whether they change the output distribution; ValueError unless that was allowed."""
+    chosen = policy(config.policy) if isinstance(config.policy, str) else config.policy
+    checker = verifier(config.verify) if isinstance(config.verify, str) else config.verify
+    if chosen.name == "model_only" and not has_model:
+        raise ValueError("policy='model_only' needs a model drafter; give drafter=, or use 'ngram_only' or 'vanilla'")
+    if chosen.name == "ngram_only" and not has_free:
+        raise ValueError("policy='ngram_only' needs lookup='ngram'; give it, or use 'model_only' or 'vanilla'")
+    if not has_model:
+        return chosen, checker, False
+    if not config.allow_lossy:
+        refuse_if_lossy(chosen, config.drafting, checker.name, config.budget_delay, budget=config.budget)
+    reason = lossy_reason(chosen, config.drafting, checker.name, config.budget_delay, budget=config.budget)
+    return chosen, checker, reason is not None
+
+
+def _drafter(drafter: Any, target: str, config: EngineConfig) -> Drafter | None:
+    """The model drafter that is meant, opened and checked but not loaded."""
+    if drafter == "auto":
+        drafter = known_drafter(target)
+    if drafter is None or not isinstance(drafter, str | os.PathLike):
+        return drafter
+    noise = "independent" if config.verify == "rejection" else "coupled"
+    return DSparkDrafter.from_pretrained(Path(drafter) if Path(drafter).exists() else drafter, drafting=config.drafting, noise=noise)  # type: ignore[return-value]
+
+
+def _lookup(lookup: Any, estimator: Any, target: str) -> tuple[Drafter | None, str]:
+    if lookup is None or not isinstance(lookup, str):
+        return lookup, ""
+    if lookup != "ngram":
+        raise ValueError(f"lookup={lookup!r} is unknown; use 'ngram' or None")
+    resolved, note = AcceptanceEstimator.resolve(estimator, target)
+    return NgramDrafter(resolved), note
+
+
+def _cost(cost: Any, step: DecodeStep) -> CostModel:
+    """The cost model that is meant; without drafters there is nothing to price, so nothing is measured."""
+    if not isinstance(cost, str | os.PathLike):
+        return cost
+    if cost != "auto":
+        return load_cost(cost)
+    return profile_step(step) if step.drafters else LinearCost(1.0, 0.0)
+
+
+def _check_length(max_length: int, model: Any) -> None:
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if known is not None and max_length > known:
+        raise ValueError(f"max_length={max_length} is more than this model's {known} positions; use at most {known}")
+
+
+def _eos(model: Any) -> tuple[int, ...]:
+    """End-of-sequence ids of a model given as an object: those of its generation config, else of its config."""
+    for holder in (getattr(model, "generation_config", None), model.config):
+        value = getattr(holder, "eos_token_id", None)
+        if value is not None:
+            return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    return ()
+
+
+def _is_single(prompts: Any) -> bool:
+    if isinstance(prompts, str):
+        return True
+    if isinstance(prompts, torch.Tensor):
+        return prompts.dim() == 1
+    return len(prompts) > 0 and all(isinstance(item, int | dict) for item in prompts)
+
+
+def _is_params(params: Any) -> bool:
+    return params is None or isinstance(params, SamplingParams)

@@ -1,0 +1,176 @@
+"""Calibration of acceptance: temperatures fitted one position after the other, and the curve of headless drafters."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hspark.drafters.confidence import (
+    Calibration,
+    ProbabilityCurve,
+    fit_curve,
+    fit_temperatures,
+    log_odds,
+    survival_ece,
+)
+from hspark.drafters.dspark import DSparkDrafter
+from tests.drafters.dspark_cases import GREEDY, bound, feed, random_model, rows_of, save_model, tiny_config
+
+TEXT = [1, 5, 9, 13, 2]
+
+
+def record(true_temperatures: list[float], chains: int = 40000, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Confidence logits [N, K] whose sigmoid at the true temperatures is the acceptance, and accepted counts [N]."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2.5 * torch.randn(chains, len(true_temperatures), generator=generator) + 1.0
+    chance = (logits / torch.tensor(true_temperatures)).sigmoid()
+    hit = torch.rand(logits.shape, generator=generator) < chance
+    return logits, hit.cumprod(dim=1).sum(dim=1)
+
+
+def errors(logits: Tensor, accepted: Tensor, temperatures: tuple[float, ...]) -> list[float]:
+    survival = (logits / torch.tensor(temperatures)).sigmoid().cumprod(dim=1)
+    return [survival_ece(survival[:, k], accepted > k) for k in range(logits.shape[1])]
+
+
+def test_ece_of_a_hand_made_case() -> None:
+    # Bin 0: mean prediction 0.05, outcome 0 of 2. Bin 9 of 10: mean prediction 0.95, outcome 1 of 2.
+    predicted, outcome = torch.tensor([0.04, 0.06, 0.94, 0.96]), torch.tensor([0, 0, 0, 1])
+    assert survival_ece(predicted, outcome, bins=10) == pytest.approx(0.5 * 0.05 + 0.5 * 0.45)
+    assert survival_ece(torch.tensor([1.0, 0.0]), torch.tensor([1, 0])) == 0.0
+
+
+def test_fitted_temperatures_recover_the_true_ones_and_generalise() -> None:
+    true = [1.7, 0.6, 2.5, 1.0]
+    fitted = fit_temperatures(*record(true))
+    for got, wanted in zip(fitted, true, strict=True):
+        assert abs(math.log(got / wanted)) < 0.15
+    held_out = record(true, seed=1)
+    before, after = errors(*held_out, (1.0,) * 4), errors(*held_out, fitted)
+    assert max(after) < 0.012
+    assert all(a < b for a, b in zip(after[:3], before[:3], strict=True))
+
+
+def test_the_fit_is_sequential() -> None:
+    """Earlier temperatures do not depend on later positions."""
+    logits, accepted = record([1.7, 0.6, 2.5], chains=4000)
+    whole = fit_temperatures(logits, accepted)
+    for width in (1, 2):
+        assert fit_temperatures(logits[:, :width], accepted.clamp(max=width)) == whole[:width]
+
+
+def test_slots_that_were_not_verified_do_not_count() -> None:
+    """Chains cut at random before verification give the same answer as whole ones, up to noise."""
+    true = [1.7, 0.6, 2.5]
+    logits, accepted = record(true)
+    verified = torch.randint(0, 4, accepted.shape, generator=torch.Generator().manual_seed(3))
+    cut = fit_temperatures(logits, accepted.minimum(verified), verified)
+    for got, wanted in zip(cut, true, strict=True):
+        assert abs(math.log(got / wanted)) < 0.25
+
+
+def test_positions_without_a_record_keep_the_temperature_before_them() -> None:
+    logits, accepted = record([2.0, 1.0], chains=4000)
+    fitted = fit_temperatures(logits, accepted.clamp(max=1), torch.ones_like(accepted))
+    assert fitted == fit_temperatures(logits[:, :1], accepted.clamp(max=1)) * 2
+    assert fitted[0] != 1.0
+
+
+def test_a_curve_recovers_its_coefficients() -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_prob = torch.rand(30000, 4, generator=generator).clamp(1e-4, 1 - 1e-4).log()
+    true = ProbabilityCurve(-0.4, 0.7)
+    hit = torch.rand(log_prob.shape, generator=generator) < true(log_prob)
+    curve = fit_curve(log_prob, hit.cumprod(dim=1).sum(dim=1))
+    assert curve.intercept == pytest.approx(-0.4, abs=0.05)
+    assert curve.slope == pytest.approx(0.7, abs=0.05)
+
+
+@given(st.integers(0, 40), st.integers(0, 2))
+def test_a_curve_of_little_evidence_stays_finite(chains: int, mode: int) -> None:
+    """No record, only acceptances, or only rejections: the ridge keeps the coefficients finite."""
+    log_prob = torch.linspace(-3, -0.01, max(chains * 3, 1))[: chains * 3].reshape(chains, 3)
+    accepted = torch.full((chains,), 3 if mode == 0 else 0) if mode < 2 else torch.arange(chains) % 4
+    curve = fit_curve(log_prob, accepted)
+    assert math.isfinite(curve.intercept)
+    assert math.isfinite(curve.slope)
+    if chains == 0:
+        assert curve == ProbabilityCurve()
+
+
+def test_the_default_curve_is_the_probability_itself() -> None:
+    log_prob = torch.tensor([-20.0, -1.0, -0.1, -1e-3])
+    torch.testing.assert_close(ProbabilityCurve()(log_prob), log_prob.exp(), rtol=1e-4, atol=2e-6)
+    assert bool(log_odds(torch.tensor([0.0, -1e9])).isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("scores", "accepted", "verified", "message"),
+    [
+        (torch.zeros(3), torch.zeros(3), None, r"scores of shape \[3\]"),
+        (torch.full((2, 3), math.nan), torch.zeros(2), None, "finite"),
+        (torch.zeros(2, 3), torch.zeros(3), None, "one count for each of the 2 chains"),
+        (torch.zeros(2, 3), torch.tensor([0, 4]), None, "0 <= accepted <= verified <= 3"),
+        (torch.zeros(2, 3), torch.tensor([0, 2]), torch.tensor([1, 1]), "0 <= accepted <= verified <= 3"),
+    ],
+)
+def test_bad_records_are_refused(scores: Tensor, accepted: Tensor, verified: Tensor | None, message: str) -> None:
+    for fit in (fit_temperatures, fit_curve):
+        with pytest.raises(ValueError, match=message):
+            fit(scores, accepted, verified)
+
+
+# ---- beside a checkpoint ---------------------------------------------------------------------------------------------
+
+
+def acceptance(source: object, **options: object) -> Tensor:
+    drafter: DSparkDrafter = bound(source, **options)  # type: ignore[arg-type]
+    feed(drafter, 0, TEXT[:-1])
+    return drafter.propose(rows_of([TEXT]), GREEDY).acceptance[0]
+
+
+def test_a_saved_calibration_is_applied(tmp_path: Path) -> None:
+    model = random_model(tiny_config())
+    path = save_model(model, tmp_path)
+    plain = acceptance(path)
+    calibration = Calibration(temperatures=(2.0, 0.5, 3.0))
+    assert calibration.save(path).name == "confidence.json"
+    assert Calibration.load_beside(path) == calibration
+    # Positions past the last temperature use the last.
+    expected = (torch.logit(plain) / torch.tensor([2.0, 0.5, 3.0, 3.0, 3.0])).sigmoid()
+    torch.testing.assert_close(acceptance(path), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(acceptance(path, length=2), expected[:2], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(acceptance(path, calibration=Calibration()), plain)
+
+
+def test_a_saved_curve_is_applied_to_a_drafter_without_the_head(tmp_path: Path) -> None:
+    headless = {"confidence_head": False, "confidence_with_markov": False}
+    path = save_model(random_model(tiny_config(**headless)), tmp_path)
+    plain = acceptance(path)
+    Calibration(curve=ProbabilityCurve(-0.5, 0.8)).save(path)
+    torch.testing.assert_close(acceptance(path), (-0.5 + 0.8 * torch.logit(plain)).sigmoid(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"temperatures": [0]}', '{"temperatures": [1, "x"]}', '{"temperature": [1]}', '{"curve": {"slop": 1}}',
+     '{"temperatures": [NaN]}'],
+)  # fmt: skip
+def test_a_damaged_calibration_is_refused_by_name(content: str, tmp_path: Path) -> None:
+    path = save_model(random_model(tiny_config()), tmp_path)
+    (path / "confidence.json").write_text(content)
+    with pytest.raises(ValueError, match=r"confidence\.json: not a calibration"):
+        DSparkDrafter.from_pretrained(path)
+
+
+def test_saved_calibrations_are_plain_json(tmp_path: Path) -> None:
+    Calibration((1.5,)).save(tmp_path)
+    values = json.loads((tmp_path / "confidence.json").read_text())
+    assert values == {"temperatures": [1.5], "curve": {"intercept": 0.0, "slope": 1.0}}

@@ -1,0 +1,1 @@
+"""The losses against the reference implementation's numbers, and their shortcuts against the plain computation."""
