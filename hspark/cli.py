@@ -51,9 +51,9 @@ def _fit(argv: Sequence[str]) -> int:
 
 
 def _train(argv: Sequence[str]) -> int:
-    import hspark.train as train
+    from hspark.train import main
 
-    return train.main(argv)
+    return main(argv)
 
 
 COMMANDS: dict[str, tuple[Command, str]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -46,7 +46,7 @@ def _refuses_unknown(cls: type[T]) -> type[T]:
                 raise UnknownParameterError(f"{name}={values[name]!r} is not a parameter; use {', '.join(known)}")
         made(self, *args, **values)
 
-    cls.__init__ = init  # type: ignore[method-assign]
+    cls.__init__ = init  # type: ignore[method-assign, assignment]
     return cls
 
 
@@ -96,7 +96,9 @@ class SamplingParams:
         fix("min_p", _number("min_p", self.min_p, 0.0, 1.0, "a number from 0 (off) to 1"))
         fix(
             "repetition_penalty",
-            _number("repetition_penalty", self.repetition_penalty, 0.0, 1e4, "a number above 0 (1 = off)", open_low=True),
+            _number(
+                "repetition_penalty", self.repetition_penalty, 0.0, 1e4, "a number above 0 (1 = off)", open_low=True
+            ),
         )
         for name in ("presence_penalty", "frequency_penalty"):
             fix(name, _number(name, getattr(self, name), -1e4, 1e4, "a number from -10000 to 10000 (0 = off)"))
@@ -114,6 +116,8 @@ class SamplingParams:
 
     @staticmethod
     def _check_stop(stop: Any) -> tuple[str, ...]:
+        if not isinstance(stop, Iterable):
+            raise ValueError(f"stop={stop!r} is not usable; use a string or a list of strings")
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         for string in strings:
             if not isinstance(string, str) or not string:
@@ -122,7 +126,7 @@ class SamplingParams:
 
     @staticmethod
     def _check_ids(name: str, ids: Any) -> tuple[int, ...]:
-        if isinstance(ids, int | str):
+        if isinstance(ids, str) or not isinstance(ids, Iterable):
             raise ValueError(f"{name}={ids!r} is not a list; use a list of token ids")
         return tuple(_integer(name, i, 0, "token ids of at least 0") for i in ids)
 

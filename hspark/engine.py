@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hspark.config import SamplingParams
 from hspark.core import Chain, RowState
+from hspark.drafters.base import PromptReader
 from hspark.policy import BudgetDecision, CostModel, SurvivalHistory, choose_budget, evaluate_budget
 from hspark.request import Request
 from hspark.sampling import SamplingMode, SamplingState
@@ -197,6 +198,9 @@ class Engine:
             for drafter in self.device_step.drafters:
                 if drafter.taps:
                     drafter.observe(features, torch.full_like(position, row), position)
+        for drafter in self.device_step.drafters:
+            if isinstance(drafter, PromptReader):
+                drafter.prefill(self.rows.tokens[row, start : start + count], row, start)
         request.prefilled += count
         request.metrics.prefill_seconds += time.perf_counter() - begun
         if self._ready(request):
@@ -269,7 +273,8 @@ class Engine:
         outcome = flight.outcome
         if self.budget_delay > 0:
             self.history.push(flight.step, outcome.survival)
-        lists = {name: getattr(outcome, name).tolist() for name in Outcome._fields if name not in ("survival", "logprobs")}
+        names = [name for name in Outcome._fields if name not in ("survival", "logprobs")]
+        lists = {name: getattr(outcome, name).tolist() for name in names}
         logprobs = None if outcome.logprobs is None else outcome.logprobs.tolist()
         for row, request in enumerate(flight.owners):
             if request is None or flight.step < self.void_before[row]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hspark.core import Chain
-from hspark.engine import Engine, new_rows
+from hspark.core import Chain, RowState
+from hspark.engine import new_rows
 from hspark.policy import StepCostTable, profile_cost
 from hspark.sampling import SamplingMode
 from hspark.step import DecodeStep, Shape
@@ -18,7 +18,7 @@ SHORT, LONG = 64, 512
 def packed_sizes(rows: int, width: int) -> tuple[int, ...]:
     """The sizes to measure (and, on an accelerator, to pad to): up to every slot of every row."""
     most = rows * (width + 1)
-    return tuple(size for size in SIZES if size < most) + (most,)
+    return (*(size for size in SIZES if size < most), most)
 
 
 @torch.inference_mode()
@@ -57,7 +57,7 @@ def profile_step(step: DecodeStep, repeats: int = 3) -> StepCostTable:
 class Runner:
     """Runs one whole step of a given packed size over rows whose length is `context`."""
 
-    def __init__(self, step: DecodeStep, rows, speculate: torch.Tensor, chain: Chain, context: int) -> None:
+    def __init__(self, step: DecodeStep, rows: RowState, speculate: torch.Tensor, chain: Chain, context: int) -> None:
         self.step, self.rows, self.speculate, self.chain, self.context = step, rows, speculate, chain, context
 
     def __call__(self, size: int) -> None:
@@ -79,6 +79,3 @@ class Runner:
         outcome = self.step.verify(rows, self.chain, kept, SamplingMode(), Shape(size, 1 + most, bound))
         if device.type != "cpu":
             outcome.count.cpu()
-
-
-__all__ = ["Engine", "packed_sizes", "profile_step"]

@@ -117,9 +117,8 @@ class Request:
         """Ends the request with "stop", "length", "cancelled" or "error"; later calls change nothing."""
         if self.done:
             return
-        if self.detokenizer is not None and reason in ("cancelled", "error"):
-            self._append(self.detokenizer.finish())
-        elif self.detokenizer is not None and reason == "stop" and self.token_ids[-1] in self.stop_ids:
+        by_id = reason == "stop" and self.token_ids[-1] in self.stop_ids
+        if self.detokenizer is not None and (by_id or reason in ("cancelled", "error")):
             self._append(self.detokenizer.finish())
         self.finish_reason, self.error = reason, error
         self.metrics.tokens = len(self.token_ids)

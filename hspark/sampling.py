@@ -123,8 +123,10 @@ def filter_log_probs(log_probs: Tensor, state: SamplingState) -> Tensor:
     floor = torch.maximum(floor, kth)
     min_p = state.min_p[:, None]
     floor = torch.where(min_p > 0, torch.maximum(floor, ranked[:, :1] + min_p.log()), floor)
-    kept = torch.where(log_probs >= floor, log_probs, -math.inf)
-    return kept.log_softmax(dim=-1)
+    kept = torch.where(log_probs >= floor, log_probs, -math.inf).log_softmax(dim=-1)
+    # Bit for bit, so that a row without filters does not depend on who else is in its batch.
+    unfiltered = (state.top_k <= 0) & (state.top_p >= 1.0) & (state.min_p <= 0)
+    return torch.where(unfiltered[:, None], log_probs, kept)
 
 
 def target_log_probs(

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ from tqdm import tqdm
 
 from hspark.config import EngineConfig, SamplingParams
 from hspark.core import RequestOutput
-from hspark.drafters import DSparkDrafter, NgramDrafter
+from hspark.drafters import NgramDrafter
 from hspark.drafters.base import Drafter
 from hspark.drafters.known import known_drafter
+from hspark.drafters.opening import open_drafter
 from hspark.engine import Engine
 from hspark.models import load_target, resolve_device, resolve_dtype
 from hspark.policy import (
@@ -135,10 +135,10 @@ class HybridSpeculator:
         settings.update(policy=policy, budget=budget, drafting=drafting, verify=verify, budget_delay=budget_delay)
         settings.update(max_batch_size=max_batch_size, max_length=max_length, compile=compile, allow_lossy=allow_lossy)
         config = _config(settings)
-        model_drafter = _drafter(drafter, str(target), config)
+        resolve_dtype(dtype, resolve_device(device))
+        model_drafter = _drafter(drafter, str(target), config, dtype, device)
         _rules(config, model_drafter is not None, lookup is not None)
         _lookup(lookup, estimator, str(target))
-        resolve_dtype(dtype, resolve_device(device))
         loaded_cost = load_cost(cost) if isinstance(cost, str | os.PathLike) and cost != "auto" else cost
         loaded = load_target(target, dtype, device, progress=progress)
         speculator = cls(
@@ -164,12 +164,12 @@ class HybridSpeculator:
             if self.tokenizer is None:
                 raise ValueError("prompt is a string, but this target has no tokenizer; use a list of token ids")
             return list(self.tokenizer(prompt)["input_ids"])
-        items = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+        items: list[Any] = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
         if items and all(isinstance(item, dict) for item in items):
             return self._encode_messages(items)
         for item in items:
             if isinstance(item, bool) or not isinstance(item, int):
-                raise ValueError(f"prompt holds {item!r}; use a string, a list of token ids, or a list of chat messages")
+                raise ValueError(f"prompt holds {item!r}; use a string, token ids, or a list of chat messages")
         return items
 
     def _encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
@@ -195,7 +195,10 @@ class HybridSpeculator:
         that fails on the way has finish_reason "error"; the others go on.
         """
         batch: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
-        each = [params or SamplingParams()] * len(batch) if _is_params(params) else list(params)  # type: ignore[arg-type]
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(batch)
+        else:
+            each = list(params)
         if len(each) != len(batch):
             raise ValueError(f"params has {len(each)} entries for {len(batch)} prompts; use one, or one for each")
         encoded = [self.encode(prompt) for prompt in batch]
@@ -268,14 +271,15 @@ def _rules(config: EngineConfig, has_model: bool, has_free: bool) -> tuple[Polic
     return chosen, checker, reason is not None
 
 
-def _drafter(drafter: Any, target: str, config: EngineConfig) -> Drafter | None:
-    """The model drafter that is meant, opened and checked but not loaded."""
+def _drafter(drafter: Any, target: str, config: EngineConfig, dtype: Any, device: Any) -> Drafter | None:
+    """The model drafter that is meant, opened and checked; a DSpark drafter's weights are read later, by `bind`."""
     if drafter == "auto":
         drafter = known_drafter(target)
     if drafter is None or not isinstance(drafter, str | os.PathLike):
         return drafter
-    noise = "independent" if config.verify == "rejection" else "coupled"
-    return DSparkDrafter.from_pretrained(Path(drafter) if Path(drafter).exists() else drafter, drafting=config.drafting, noise=noise)  # type: ignore[return-value]
+    checker = verifier(config.verify) if isinstance(config.verify, str) else config.verify
+    noise = "coupled" if checker.name == "coupled" else "independent"
+    return open_drafter(drafter, dtype, device, drafting=config.drafting, noise=noise)
 
 
 def _lookup(lookup: Any, estimator: Any, target: str) -> tuple[Drafter | None, str]:
@@ -317,7 +321,3 @@ def _is_single(prompts: Any) -> bool:
     if isinstance(prompts, torch.Tensor):
         return prompts.dim() == 1
     return len(prompts) > 0 and all(isinstance(item, int | dict) for item in prompts)
-
-
-def _is_params(params: Any) -> bool:
-    return params is None or isinstance(params, SamplingParams)

@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     """
 
     tokens: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nothing here uses
     sources: Tensor
     drafted: Tensor
     kept: Tensor
@@ -75,6 +75,9 @@ class DecodeStep:
         self.free_drafter = free_drafter if policy.needs_free else None
         self.drafters = tuple(d for d in (self.model_drafter, self.free_drafter) if d is not None)
         self.width = max((drafter.width for drafter in self.drafters), default=0)
+        for drafter in self.drafters:
+            if hasattr(drafter, "catch_up"):  # a draft model reads what the last step committed
+                drafter.catch_up = self.width + 1
 
     def propose(self, rows: RowState, speculate: Tensor, price: Tensor, mode: SamplingMode) -> Chain:
         """The chain that each row keeps, cut to the room that the row has left. speculate: bool [R]; price: 0-dim."""

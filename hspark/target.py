@@ -175,7 +175,9 @@ class KVBuffers:
             store[row, start:].zero_()
 
     def num_bytes(self) -> int:
-        return sum(store.numel() * store.element_size() for store in {id(t): t for t in self.keys + self.values}.values())
+        """Bytes of all buffers; layers that share one count it once."""
+        distinct = {id(store): store for store in self.keys + self.values}
+        return sum(store.numel() * store.element_size() for store in distinct.values())
 
 
 class CausalTarget:
@@ -300,7 +302,8 @@ class CausalTarget:
         position = anchor[row] + offset
         stride = self.max_length + 1
         write = torch.where(valid, row * stride + position, self.max_length)
-        grid_positions = anchor[:, None] + torch.arange(queries, device=anchor.device)
+        # Queries before the text see its first token: a row of the mask that hides everything would give NaN.
+        grid_positions = (anchor[:, None] + torch.arange(queries, device=anchor.device)).clamp(min=0)
         masks = self._masks(grid_positions, context)
         dense = row.shape[0] == self.rows * queries and full
         return Plan(write, index, row * queries + offset, masks, 0, self.rows, context, dense)
@@ -314,15 +317,22 @@ class CausalTarget:
         write = row * (self.max_length + 1) + position
         context = start + count
         plan = Plan(write, slots[None], slots, self._masks(position[None], context), row, 1, context, True)
-        self.decoder(
-            input_ids=tokens[None], position_ids=position[None], use_cache=False, hspark=(self.buffers, plan)
-        )
+        self.decoder(input_ids=tokens[None], position_ids=position[None], use_cache=False, hspark=(self.buffers, plan))
         return self._features()
 
-    def forward(self, tokens: Tensor, position: Tensor, plan: Plan) -> tuple[Tensor, Tensor | None]:
-        """Logits [T, V] and taps [T, len(taps) * H] (None without taps) of packed tokens [T] at positions [T]."""
+    def forward(
+        self, tokens: Tensor, position: Tensor, plan: Plan, keep: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [T, V] and taps [T, len(taps) * H] (None without taps) of packed tokens [T] at positions [T].
+
+        keep: int64 [N] packed slots whose logits are wanted, in that order; None for all.
+        """
         logits = self.model(
-            input_ids=tokens[None], position_ids=position[None], use_cache=False, hspark=(self.buffers, plan)
+            input_ids=tokens[None],
+            position_ids=position[None],
+            use_cache=False,
+            logits_to_keep=0 if keep is None else keep,
+            hspark=(self.buffers, plan),
         ).logits[0]
         return logits, self._features()
 

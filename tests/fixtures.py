@@ -191,16 +191,14 @@ class LawDrafter:
 
     def propose(self, rows: RowState, mode: SamplingMode) -> Chain:
         batch = rows.length.shape[0]
-        tokens = torch.zeros(batch, self.width, dtype=torch.int64)
+        prefixes = [tuple(row[:end].tolist()) for row, end in zip(rows.tokens, rows.length.tolist(), strict=True)]
         laws = torch.zeros(batch, self.width, self.vocab)
-        for row in range(batch):
-            prefix = rows.tokens[row, : int(rows.length[row])].tolist()
-            for slot in range(self.width):
-                laws[row, slot] = self.law(tuple(prefix)).log_softmax(dim=0)
-                key = slot_key(rows.length[row] - 1, slot)
-                noise = gumbel_noise(rows.sampling.seed[row], key, self.vocab, STREAM_DRAFT)
-                tokens[row, slot] = (laws[row, slot] + noise).argmax()
-                prefix.append(int(tokens[row, slot]))
+        for slot in range(self.width):
+            laws[:, slot] = torch.stack([self.law(prefix) for prefix in prefixes]).log_softmax(dim=1)
+            noise = gumbel_noise(rows.sampling.seed, slot_key(rows.length - 1, slot), self.vocab, STREAM_DRAFT)
+            drawn = (laws[:, slot] + noise).argmax(dim=1).tolist()
+            prefixes = [(*prefix, token) for prefix, token in zip(prefixes, drawn, strict=True)]
+        tokens = torch.tensor([prefix[-self.width :] for prefix in prefixes])
         return Chain.build(
             tokens,
             torch.full((batch,), self.width),

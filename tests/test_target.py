@@ -90,7 +90,9 @@ def test_taps_are_the_named_layers(family: str) -> None:
     second = target.prefill(text[0, 5:9], 0, 5)
     drafts = text[:, 10:14]
     _, features, layout = verify_step(target, text, torch.tensor([9, -1]), drafts, torch.tensor([4, 0]))
-    assert first is not None and second is not None and features is not None
+    assert first is not None
+    assert second is not None
+    assert features is not None
     got = torch.cat([first, second, features[layout.index[0, :5]]])
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 

@@ -56,3 +56,12 @@ class Drafter(Protocol):
     def propose(self, rows: RowState, mode: SamplingMode) -> Chain:
         """One chain for every row, from committed tokens alone. Rows that are not running get any chain."""
         ...
+
+
+@runtime_checkable
+class PromptReader(Protocol):
+    """A drafter that processes prompts by itself, beside or instead of reading the target's hidden states."""
+
+    def prefill(self, tokens: Tensor, row: int, start: int) -> None:
+        """Takes a chunk int64 [T] of the prompt in one row, at positions start.., before its first `propose`."""
+        ...

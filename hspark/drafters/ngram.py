@@ -18,8 +18,9 @@ from hspark.drafters.base import TargetInfo
 from hspark.policy.estimator import AcceptanceEstimator
 from hspark.sampling import SamplingMode
 
-# What stands for "before the first token": the scanned text and the newest tokens must not agree there.
-_BEFORE_TEXT, _BEFORE_NEWEST = -1, -2
+# What stands before the first token: no token id. Going backwards from a candidate and from the newest token, the
+# candidate reaches it first, beside a real token, so the two never agree there.
+_BEFORE_TEXT = -1
 
 # (match_length [B], agreement [B], copy_length [B]) -> acceptance of each position, float32 [B, L].
 Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -81,7 +82,7 @@ def match(
     newest = (length - 1).clamp(min=0)[:, None]
     back = torch.arange(copy_cap, device=tokens.device)
     # history[b, i] is the token i places before row b's newest.
-    history = _gather_back(tokens, newest, back, _BEFORE_NEWEST)
+    history = _gather_back(tokens, newest, back)
     run = _match_lengths(tokens[:, :scanned], history[:, :max_match])
 
     # One sortable number per end position: longer first, then more recent. 0 is "no candidate".
@@ -101,17 +102,17 @@ def match(
     following = tokens.gather(1, wanted.minimum(newest))
     agreement = (second == 0) | (following[:, -1:] == following[:, :1])
 
-    agreeing = _gather_back(tokens, best_end, back, _BEFORE_TEXT) == history
+    agreeing = _gather_back(tokens, best_end, back) == history
     copied = torch.where(agreeing, copy_cap, back).amin(dim=1, keepdim=True)
     drafted = torch.full_like(known, width) if periodic else known.clamp(max=width)
     per_row = torch.cat([drafted, best // scanned, agreement.long(), copied], dim=1) * matched
     return NgramMatch(following[:, :width], *per_row.unbind(dim=1))
 
 
-def _gather_back(tokens: Tensor, end: Tensor, back: Tensor, before: int) -> Tensor:
-    """tokens [B, S] at `back` [N] places before `end` [B, 1]: int64 [B, N], `before` where the text has not begun."""
+def _gather_back(tokens: Tensor, end: Tensor, back: Tensor) -> Tensor:
+    """tokens [B, S] at `back` [N] places before `end` [B, 1]: int64 [B, N], _BEFORE_TEXT where there are none."""
     index = end - back
-    return tokens.gather(1, index.clamp(min=0)).masked_fill(index < 0, before)
+    return tokens.gather(1, index.clamp(min=0)).masked_fill(index < 0, _BEFORE_TEXT)
 
 
 def _match_lengths(tokens: Tensor, history: Tensor) -> Tensor:

@@ -190,10 +190,10 @@ Arm = SpeculatorArm | PeerArm
 
 
 def plain_copy(model: nn.Module) -> Any:
-    """The model as transformers made it, sharing every weight: for the peers, and to look at logits.
+    """The model as transformers made it, sharing its weights: for the peers, and to look at logits.
 
-    To be made before hspark replaces the attention of `model`. Defaults of its generation config are dropped, because
-    the other arms know none.
+    To be made before hspark takes over `model`, whose attention it replaces and whose linear layers it lays out anew.
+    Defaults of its generation config are dropped, because the other arms know none.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     plain: Any = copy.deepcopy(model, shared)

@@ -28,8 +28,8 @@ def render_header(header: dict[str, Any]) -> str:
     estimator = header["estimator"].removeprefix("estimator: ").partition(". ")[0]
     lines = [
         f"{header['model']}, {header['dtype']}, on {machine['device']}; {versions}",
-        f"machine   {machine['processor']}, cores: {machine['cores']}, threads: {machine['threads']}, {machine['system']}"
-        + (f"; load average {' -> '.join(map(str, load))}" if load else ""),
+        f"machine   {machine['processor']}, {machine['system']}; cores: {machine['cores']}, threads: "
+        f"{machine['threads']}" + (f"; load average {' -> '.join(map(str, load))}" if load else ""),
         f"workload  {workload['name']}: {workload['requests']} requests ({kinds}), {workload['prompt_tokens']} prompt "
         f"tokens; up to {settings['max_new_tokens']} new tokens, {heat}; repeats: {settings['repeats']}",
         f"drafts    model drafter: {settings['drafter'] or 'none'}; n-gram estimator: {estimator}",

@@ -50,9 +50,7 @@ def anchor_candidates(loss_mask: Tensor) -> Tensor:
     return loss_mask[:, :-1] & loss_mask[:, 1:]
 
 
-def sample_anchors(
-    loss_mask: Tensor, count: int, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
+def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """Up to `count` anchors of each sequence, uniformly without replacement, in ascending order.
 
     loss_mask: bool [G, S]. Returns anchors int64 [G, count] and keep bool [G, count]: sequences with fewer candidates

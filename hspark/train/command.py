@@ -1,4 +1,4 @@
-"""`hspark train`: outputs of a target, its hidden states over them, a drafter trained on both, an exported checkpoint."""
+"""`hspark train`: a target's outputs, its hidden states over them, a drafter trained on both, a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from hspark.lab.outputs import RecordedOutput, read_outputs
 from hspark.lab.workloads import load_workload
 from hspark.models import LoadedTarget, load_target
 from hspark.options import Parser, add_target_options, set_threads
+from hspark.train.config import TrainConfig
 from hspark.train.data import FeatureStore, group_of
 from hspark.train.export import calibrate, export_drafter, measure
 from hspark.train.generate import generate_outputs
 from hspark.train.losses import LossWeights
 from hspark.train.prompts import training_prompts
 from hspark.train.setup import bigram_markov, drafter_config, new_drafter, unused_token
-from hspark.train.trainer import TrainConfig, Trainer
+from hspark.train.trainer import Trainer
 
 _EXAMPLE = """
 a ten-minute recipe, for a laptop:
   hspark train --folder run --prompts 64 --minutes 10
-It answers 64 built-in prompts with the default target, keeps its hidden states in the folder, trains for what is left of
-ten minutes, and exports run/drafter. What the drafter is worth is printed as acceptance length (AL) on outputs that were held
-out: 1 is nothing. Measure it: hspark bench --drafter run/drafter
+The default target answers 64 built-in prompts (a few minutes more), its hidden states are kept in the folder, a drafter
+is trained for ten minutes and exported to run/drafter. What it is worth is printed as acceptance length (AL) on outputs
+that were held out: 1 is nothing. To see it at work: hspark bench --drafter run/drafter
 
 in earnest:
   hspark train --folder run --outputs outputs.jsonl.gz --optimizer muon --matrix-lr 3e-3 --hours 12
   hspark train --folder run                    # goes on where the run stopped, with the settings it was started with
   torchrun --nproc-per-node 2 -m hspark train --folder run --outputs outputs.jsonl.gz
 
-Each line of an outputs file is a JSON object with task_id, temperature, output_token_ids, and prompt (one user message) or
-prompt_token_ids. Outputs must be the target's own: a drafter learns what its target says.
+Each line of an outputs file is a JSON object with task_id, temperature, output_token_ids, and prompt (one user message)
+or prompt_token_ids. Outputs must be the target's own: a drafter learns what its target says.
 """
 SETTINGS = "settings.json"
 
@@ -142,7 +143,7 @@ def _restored(options: argparse.Namespace, saved: dict[str, Any]) -> argparse.Na
 
 
 def _precision() -> str:
-    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() or _cpu_bf16() else "no"
+    return "bf16" if (torch.cuda.is_available() and torch.cuda.is_bf16_supported()) or _cpu_bf16() else "no"
 
 
 def _cpu_bf16() -> bool:
@@ -225,20 +226,22 @@ def _decode(target: LoadedTarget, output: RecordedOutput) -> str:
 
 
 def _drafter(options: argparse.Namespace, target: LoadedTarget, store: FeatureStore) -> Any:
+    model: Any = target.model
+    text = model.config.get_text_config()
     config = drafter_config(
-        target.model.config,
-        mask_token_id=unused_token(target.tokenizer, target.model.config.get_text_config().vocab_size),
+        text,
+        mask_token_id=unused_token(target.tokenizer, text.vocab_size),
         layers=options.layers,
         taps=store.taps_of,
         kv_heads=options.kv_heads,
         markov_rank=options.markov_rank,
         block_size=options.block_size,
     )
-    model = new_drafter(config, target.model, samples=store.taps[:2000], seed=options.seed)
-    if model.markov_head is not None:
+    drafter = new_drafter(config, model, samples=store.taps[:2000], seed=options.seed)
+    if drafter.markov_head is not None:
         spans = zip(store.offsets[:-1], store.prompt_lengths, store.offsets[1:], strict=True)
-        bigram_markov(model, torch.cat([store.tokens[start + prompt : end] for start, prompt, end in spans]).long())
-    return model
+        bigram_markov(drafter, torch.cat([store.tokens[start + prompt : end] for start, prompt, end in spans]).long())
+    return drafter
 
 
 def _finish(options: argparse.Namespace, folder: Path, trainer: Trainer, resumed: bool) -> None:
@@ -262,7 +265,9 @@ def _finish(options: argparse.Namespace, folder: Path, trainer: Trainer, resumed
     if options.json:
         print(json.dumps(summary))
         return
-    print(f"drafter: {place} ({trainer.anchors_seen} anchors, {trainer.step} steps, {trainer.seconds / 60:.1f} minutes)")
+    print(
+        f"drafter: {place} ({trainer.anchors_seen} anchors, {trainer.step} steps, {trainer.seconds / 60:.1f} minutes)"
+    )
     if report is not None:
         lengths = ", ".join(f"{kind} {value:.2f}" for kind, value in report["acceptance_length"].items())
         print(f"acceptance length on held-out outputs: {lengths}; calibration error {report['ece']:.3f}")

@@ -11,9 +11,10 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hspark.lab.outputs import RecordedOutput
 from hspark.train.blocks import Batch, sample_anchors, spaced_anchors
@@ -27,7 +28,9 @@ def group_of(task_id: str, prompt: str) -> str:
     Variants of a task share it: of an id like "chat/39-7" the part before the last hyphen counts.
     """
     code = re.search(r"```.*?```", prompt, flags=re.DOTALL)
-    text = code.group(0) if code else task_id.rsplit("-", 1)[0] if "/" in task_id.rsplit("-", 1)[0] else task_id or prompt
+    text = (
+        code.group(0) if code else task_id.rsplit("-", 1)[0] if "/" in task_id.rsplit("-", 1)[0] else task_id or prompt
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -112,12 +115,14 @@ class FeatureStore:
             if json.loads(path.read_text()) != index:
                 raise ValueError(f"{folder} already holds features of other outputs or taps; use another folder")
             return cls(folder)
-        torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int32).numpy().tofile(folder / "tokens.bin")
+        torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int32).numpy().tofile(
+            folder / "tokens.bin"
+        )
         path.write_text(json.dumps(index))
         return cls(folder)
 
     @torch.inference_mode()
-    def fill(self, target: nn.Module, *, max_tokens: int = 4096, progress: Callable[[int, int], None] | None = None) -> None:
+    def fill(self, target: Any, *, max_tokens: int = 4096, progress: Callable[[int, int], None] | None = None) -> None:
         """Runs the target over every sequence that is not done yet, in batches of at most `max_tokens` padded tokens.
 
         target: a transformers causal LM. Interrupted work goes on where it stopped. progress(done, total) in tokens.
@@ -126,7 +131,9 @@ class FeatureStore:
         states: dict[int, Tensor] = {}
 
         def keep(tap: int) -> Callable[..., None]:
-            return lambda module, inputs, output: states.__setitem__(tap, output if torch.is_tensor(output) else output[0])
+            return lambda module, inputs, output: states.__setitem__(
+                tap, output if torch.is_tensor(output) else output[0]
+            )
 
         modules = {tap: body.get_input_embeddings() if tap < 0 else body.layers[tap] for tap in self.taps_of}
         handles = [module.register_forward_hook(keep(tap)) for tap, module in modules.items()]
@@ -157,7 +164,11 @@ class FeatureStore:
                 handle.remove()
 
     def batch(
-        self, indices: Sequence[int], anchors: int, generator: torch.Generator | None, device: torch.device | str = "cpu"
+        self,
+        indices: Sequence[int],
+        anchors: int,
+        generator: torch.Generator | None,
+        device: torch.device | str = "cpu",
     ) -> Batch:
         """Sequences [G] with up to `anchors` random anchors each (evenly spaced ones when `generator` is None)."""
         length = max(map(self.length, indices))

@@ -20,9 +20,9 @@ Item = tuple[int, int]  # (store, sequence)
 class Runs(NamedTuple):
     """Greedy drafts from n anchors, compared with what followed.
 
-    sequence: int64 [n], which of the given sequences. hits: bool [n, B], slot k and all before it were right; a position
-    past the end of the output is a miss. inside: bool [n, B], slots within the output. confidence: float32 [n, B] logits of
-    acceptance; zeros without a confidence head.
+    sequence: int64 [n], which of the given sequences. hits: bool [n, B], slot k and all before it were right; a
+    position past the end of the output is a miss. inside: bool [n, B], slots within the output. confidence: float32
+    [n, B] logits of acceptance; zeros without a confidence head.
     """
 
     sequence: Tensor

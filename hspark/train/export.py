@@ -1,4 +1,4 @@
-"""Writing a trained drafter as a checkpoint in the DeepSpec layout, with its confidence calibrated on held-out outputs."""
+"""A trained drafter as a checkpoint in the DeepSpec layout, with its confidence calibrated on held-out outputs."""
 
 from __future__ import annotations
 
@@ -120,5 +120,7 @@ def _collect(
         parts.append(runs)
     if not parts:
         raise ValueError("none of the outputs is greedy (temperature 0); there is nothing to measure on")
-    hits, inside, confidence = (torch.cat([getattr(r, n) for r in parts]).cpu() for n in ("hits", "inside", "confidence"))
+    hits, inside, confidence = (
+        torch.cat([getattr(r, n) for r in parts]).cpu() for n in ("hits", "inside", "confidence")
+    )
     return kinds, hits, inside, confidence.float()

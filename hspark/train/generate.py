@@ -27,8 +27,8 @@ def generate_outputs(
     """Answers every (task id, user message) and appends one line each to `path`; answered ones are not repeated.
 
     A share of `sampled_share` is answered at T = 1, the rest greedily; which ones depends on the seed and the task id.
-    Lines hold task_id, prompt, temperature, prompt_token_ids and output_token_ids. Prompts that leave no room for the answer
-    in `max_length` tokens are passed over. progress(done, total) in prompts. Returns `path`.
+    Lines hold task_id, prompt, temperature, prompt_token_ids and output_token_ids. Prompts that leave no room for the
+    answer in `max_length` tokens are passed over. progress(done, total) in prompts. Returns `path`.
     """
     if not 0 <= sampled_share <= 1:
         raise ValueError(f"sampled_share={sampled_share!r}; use a share from 0 to 1")

@@ -52,10 +52,11 @@ class LossWeights:
 
 
 class LossTerms(NamedTuple):
-    """Sums over slots, and the loss to differentiate; every field is a scalar tensor.
+    """Sums over slots, and the loss to differentiate.
 
-    ce, l1, soft, confidence: sum of w * term, detached. weight: sum of w. total: weighted sum of the terms, each divided by
-    the denominator that the caller gave (or by `weight` + 1e-6). accept: [M', B] expected acceptance per slot, detached.
+    ce, l1, soft, confidence: scalars, sum of w * term, detached. weight: scalar, sum of w. total: scalar, weighted sum
+    of the terms, each divided by the denominator that the caller gave (or by `weight` + 1e-6). accept: [A, B] expected
+    acceptance of every slot, detached; confidence_logits: [A, B], what the confidence head says of it, detached.
     """
 
     ce: Tensor
@@ -71,7 +72,10 @@ class LossTerms(NamedTuple):
 def _slot_terms(
     logits: Tensor, target: Tensor, row: Tensor, label: Tensor, ce_w: Tensor, l1_w: Tensor, soft_w: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logits [n, V], target probabilities [P, V], row, label int64 [n], weights [n] -> ce, l1, soft [n], d loss/d logits."""
+    """n slots: logits [n, V]; the target's probabilities [P, V], of which slot i has row[i]; label, weights [n].
+
+    Returns ce, l1 and soft of every slot, [n] each, and the gradient [n, V] of their weighted sum by the logits.
+    """
     logits = logits.float()
     top = logits.amax(dim=-1, keepdim=True)
     exponent = (logits - top).exp()
@@ -180,11 +184,11 @@ class Vocabulary(NamedTuple):
 
 def target_probabilities(model: DSparkModel, final: Tensor, head: Tensor) -> Tensor:
     """The target's distribution at positions final [P, H], through the drafter's frozen head [Vs, H] -> [P, Vs]."""
-    logits = (final.to(head.dtype) @ head.T).float()
+    logits = final.to(head.dtype) @ head.T
     cap = model.config.logit_softcap
     if cap:
         logits = cap * torch.tanh(logits / cap)
-    return logits.softmax(dim=-1).to(head.dtype)
+    return logits.softmax(dim=-1)
 
 
 def block_hidden(model: DSparkModel, batch: Batch) -> Tensor:

@@ -28,7 +28,7 @@ def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
 
 
 def unused_token(tokenizer: Any, vocab_size: int) -> int:
-    """An id to stand for MASK: padding rows past the tokenizer's own ids, else its last special token that ends nothing."""
+    """An id to stand for MASK: a padding row past the tokenizer's ids, else its last idle special token."""
     if tokenizer is None or len(tokenizer) < vocab_size:
         return vocab_size - 1
     avoid = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
@@ -78,7 +78,7 @@ def drafter_config(
     )
 
 
-def new_drafter(config: DSparkConfig, target: nn.Module, *, samples: Tensor | None = None, seed: int = 0) -> DSparkModel:
+def new_drafter(config: DSparkConfig, target: Any, *, samples: Tensor | None = None, seed: int = 0) -> DSparkModel:
     """A drafter with float32 weights that shares the target's tables (cast to the target's dtype, frozen).
 
     samples: [T, N*H] tapped states, with which the norms of queries and keys are set; without them they start at 1.
@@ -142,7 +142,7 @@ def _repeat_heads(other: Tensor, weight: Tensor, dim: int) -> Tensor:
 
 
 def bigram_markov(model: DSparkModel, tokens: Tensor, *, common: int = 4096, smoothing: float = 20.0) -> None:
-    """Starts the Markov head from the statistics of consecutive tokens: a low-rank fit of their pointwise mutual information.
+    """Starts the Markov head from consecutive tokens: a low-rank fit of their pointwise mutual information.
 
     tokens: int64 [T] of outputs. Halved, because the layers see the anchor too and learn part of the same.
     """

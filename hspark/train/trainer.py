@@ -1,4 +1,4 @@
-"""The training loop: data order, schedule, optimiser, averaged weights, and checkpoints from which a run goes on exactly.
+"""The training loop: data order, schedule, averaged weights, and checkpoints from which a run goes on exactly.
 
 Everything random is a function of (seed, step), so a checkpoint needs no generator state: a run that was interrupted
 and resumed computes what an uninterrupted one does, bit for bit on the same machine.
@@ -11,7 +11,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,59 +22,11 @@ from torch import Tensor, nn
 
 from hspark.drafters.dspark_model import DSparkModel
 from hspark.train.blocks import Batch, make_slots
-from hspark.train.data import FeatureStore
+from hspark.train.config import TrainConfig
+from hspark.train.data import FeatureStore, is_held_out
 from hspark.train.evaluate import acceptance_length
-from hspark.train.losses import EPSILON, LossTerms, LossWeights, Vocabulary, draft_losses
+from hspark.train.losses import EPSILON, LossTerms, Vocabulary, draft_losses
 from hspark.train.optimizers import build_optimizers
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """The recipe of a run.
-
-    steps: optimiser steps in all; the cosine schedule ends there. seconds: stop earlier, after this long (0: never).
-    sequences: per step and process; micro_batch of them go through one forward. anchors: blocks of each sequence.
-    optimizer: "adamw", or "muon" for matrices with AdamW for the rest (`matrix_lr` and `lr`). schedule: "cosine" to 0 or
-    "constant", after `warmup` steps.
-    vocabulary: tokens of the softmax, of which `common` are always there (0: the whole vocabulary).
-    block_schedule: (step, slots) pairs: from that step on blocks have so many slots, at most the drafter's own.
-    ema: decay of the averaged weights, which are what gets measured and exported.
-    """
-
-    steps: int = 20000
-    seconds: float = 0.0
-    sequences: int = 8
-    micro_batch: int = 4
-    anchors: int = 128
-    optimizer: str = "adamw"
-    lr: float = 1.5e-3
-    matrix_lr: float = 1e-2
-    schedule: str = "constant"
-    warmup: int = 100
-    clip: float = 1.0
-    weights: LossWeights = field(default_factory=lambda: LossWeights(ce=1.0, l1=0.1, confidence=0.1))
-    vocabulary: int = 6144
-    common: int = 4096
-    block_schedule: tuple[tuple[int, int], ...] = ()
-    ema: float = 0.999
-    seed: int = 0
-    held_out: float = 0.04
-    compiled: bool = False
-    log_every: float = 60.0
-    save_every: float = 300.0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "sequences", "micro_batch", "anchors"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r}; use an integer of at least 1")
-        if self.optimizer not in ("adamw", "muon"):
-            raise ValueError(f'optimizer={self.optimizer!r} is not known; use "adamw" or "muon"')
-        if self.schedule not in ("constant", "cosine"):
-            raise ValueError(f'schedule={self.schedule!r} is not known; use "constant" or "cosine"')
-        if not 0 <= self.ema < 1:
-            raise ValueError(f"ema={self.ema!r}; use a number from 0 (off) to below 1")
-        if not 0 <= self.held_out < 1:
-            raise ValueError(f"held_out={self.held_out!r}; use a share from 0 to below 1")
 
 
 class DraftLoss(nn.Module):
@@ -101,8 +54,6 @@ class Trainer:
         config: TrainConfig,
         accelerator: Accelerator | None = None,
     ) -> None:
-        from hspark.train.data import is_held_out
-
         self.config, self.stores, self.folder = config, list(stores), Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.accelerator = accelerator or Accelerator(mixed_precision="bf16")
@@ -145,7 +96,9 @@ class Trainer:
         epoch, place = divmod(step, len(self.train_items) // per_step)
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.train_items), generator=generator)[place * per_step : (place + 1) * per_step]
-        chosen = sorted((self.train_items[int(k)] for k in order), key=lambda item: self.stores[item[0]].length(item[1]))
+        chosen = sorted(
+            (self.train_items[int(k)] for k in order), key=lambda item: self.stores[item[0]].length(item[1])
+        )
         return chosen[rank::world]
 
     def train(self, on_log: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
@@ -176,9 +129,9 @@ class Trainer:
         """One optimiser step; returns the mean loss terms."""
         config, accelerator = self.config, self.accelerator
         block = self.full_block
-        for start, slots in config.block_schedule:
+        for start, size in config.block_schedule:
             if self.step >= start:
-                block = min(slots, self.full_block)
+                block = min(size, self.full_block)
         self.model.config = self.model.config.replace(block_size=block)
         seed = (config.seed * 1_000_003 + self.step) * 1009 + accelerator.process_index + 1
         generator = torch.Generator().manual_seed(seed)
@@ -244,7 +197,8 @@ class Trainer:
     def averaged_model(self) -> DSparkModel:
         """A copy of the drafter with the averaged weights; the tables are shared with the trained one."""
         own = self.model
-        assert own.embed_tokens is not None and own.lm_head is not None
+        assert own.embed_tokens is not None
+        assert own.lm_head is not None
         model = DSparkModel(own.config, tables=False).to(self.accelerator.device)
         model.share_tables(own.embed_tokens.weight, own.lm_head.weight)  # type: ignore[arg-type]
         model.load_state_dict(self.averaged, strict=False)
@@ -261,7 +215,9 @@ class Trainer:
         if self.accelerator.is_main_process:
             if self.held_items:
                 with self.accelerator.autocast():
-                    record["held_out"] = acceptance_length(self.averaged_model(), self.stores, self.held_items)
+                    record["held_out"] = acceptance_length(
+                        self.averaged_model(), self.stores, self.held_items, anchors=12
+                    )
             with (self.folder / "log.jsonl").open("a") as log:
                 log.write(json.dumps(record) + "\n")
         self.accelerator.wait_for_everyone()
@@ -302,6 +258,4 @@ class Trainer:
 
 def _syncing(accelerator: Accelerator, module: nn.Module, final: bool) -> Any:
     """Gradients are exchanged between processes at the last micro-batch only."""
-    from contextlib import nullcontext
-
     return nullcontext() if final else accelerator.no_sync(module)

@@ -166,7 +166,8 @@ class KeptByOwnToken:
         survival = torch.where(chain.survival > 0, acceptance, 0.0).cumprod(1)
         # Below the bar a slot is dropped altogether, as a drafter that stops early would do.
         length = count_prefix((survival > 0.3) & (chain.survival > 0))
-        return chain._replace(length=length, acceptance=acceptance, survival=survival)
+        inside = torch.arange(chain.width, device=length.device) < length[:, None]
+        return chain._replace(length=length, acceptance=acceptance, survival=torch.where(inside, survival, 0.0))
 
     def is_lossless(self, drafting: str, verify: str, temperature: float) -> bool:
         return drafting == "greedy" or verify == "coupled" or temperature == 0

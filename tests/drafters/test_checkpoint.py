@@ -441,9 +441,9 @@ print(sum(p.nbytes for p in model.parameters()), high_water() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_of_loading_is_about_one_copy(tmp_path: Path) -> None:
-    config = tiny_config(hidden_size=512, intermediate_size=3000, vocab_size=20000, mask_token_id=7, num_layers=3)
+    config = tiny_config(hidden_size=512, intermediate_size=1500, vocab_size=8000, mask_token_id=7)
     path = save_model(DSparkModel(config), tmp_path)
     result = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, check=True)
     size, peak = (int(word) for word in result.stdout.split())
-    assert size > 100e6
+    assert size > 50e6
     assert 0.5 * size < peak < 1.3 * size, f"peak {peak / size:.2f} copies"

@@ -49,15 +49,15 @@ def random_prompts(count: int, seed: int = 0) -> list[BenchPrompt]:
 def report() -> BenchReport:
     """Every kind of arm at two batch sizes, twice."""
     arms = ("vanilla", "ngram_only", "ngram_only:all", "ngram_only:2", *PEERS)
-    settings = BenchSettings(arms=arms, batch_sizes=(1, 2), repeats=2, max_new_tokens=20, cost=COST)
-    return run_bench(tiny_target(), random_prompts(5), settings, workload="random")
+    settings = BenchSettings(arms=arms, batch_sizes=(1, 2), repeats=2, max_new_tokens=16, cost=COST)
+    return run_bench(tiny_target(), random_prompts(4), settings, workload="random")
 
 
 def test_every_arm_emits_the_plain_greedy_text(report: BenchReport) -> None:
     for batch in report.batches:
         assert batch.differences == []
         for arm in batch.arms:
-            assert (arm.compared, arm.different, arm.errors) == (5, 0, [])
+            assert (arm.compared, arm.different, arm.errors) == (4, 0, [])
     model, target = tiny_llama(), tiny_target()
     settings = BenchSettings(max_new_tokens=6, cost=COST)
     seen: dict[str, list[list[int]]] = {}
@@ -80,8 +80,8 @@ def test_counts_and_rates_add_up(report: BenchReport) -> None:
         assert names == [n for n in report.header["settings"]["arms"] if batch.batch_size == 1 or n not in PEERS]
         for arm in batch.arms:
             runs = [run for repeat in batch.runs["runs"][arm.name] for run in repeat]
-            assert arm.requests == 10
-            assert arm.tokens == 10 * 20 == sum(run["tokens"] for run in runs)
+            assert arm.requests == 8
+            assert arm.tokens == 8 * 16 == sum(run["tokens"] for run in runs)
             assert arm.seconds == pytest.approx(sum(run["seconds"] for run in runs))
             assert arm.tokens_per_second == pytest.approx(arm.tokens / arm.seconds)
             assert 0 < arm.prefill_seconds < arm.seconds
@@ -100,7 +100,7 @@ def test_what_the_arms_spend(report: BenchReport) -> None:
         assert (vanilla.slots_per_step, vanilla.mean_budget, vanilla.drafters) == (0.0, None, {})
         two, everything = batch.arm("ngram_only:2"), batch.arm("ngram_only:all")
         assert two.mean_budget == 2.0
-        assert two.slots_per_step is not None and 0 < two.slots_per_step <= 2.0
+        assert 0 < number(two.slots_per_step) <= 2.0
         assert everything.mean_budget == 15.0 * batch.batch_size
         assert everything.drafters["ngram"].drafted == everything.drafters["ngram"].verified
         assert two.drafters["ngram"].drafted > two.drafters["ngram"].verified
@@ -108,26 +108,32 @@ def test_what_the_arms_spend(report: BenchReport) -> None:
             if arm.name in PEERS:
                 assert (arm.acceptance_length, arm.steps, arm.mean_running, arm.mean_price) == (None,) * 4
                 continue
-            assert arm.acceptance_length is not None and arm.acceptance_length >= 1.0
-            assert arm.mean_running is not None and 1.0 <= arm.mean_running <= batch.batch_size
-            assert arm.steps is not None and arm.acceptance_length * arm.mean_running * arm.steps == pytest.approx(200)
+            length, running = number(arm.acceptance_length), number(arm.mean_running)
+            assert length >= 1.0
+            assert 1.0 <= running <= batch.batch_size
+            assert length * running * number(arm.steps) == pytest.approx(arm.tokens)
             for drafter in arm.drafters.values():
                 accepted = sum(
-                    round(v * s) for v, s in zip(drafter.verified_by_position, filled(drafter.survival_by_position), strict=True)
+                    round(v * s)
+                    for v, s in zip(drafter.verified_by_position, filled(drafter.survival_by_position), strict=True)
                 )
                 assert accepted == drafter.accepted <= sum(drafter.verified_by_position) == drafter.verified
-                for acceptance, survival in zip(drafter.acceptance_by_position, drafter.survival_by_position, strict=True):
+                for acceptance, survival in zip(
+                    drafter.acceptance_by_position, drafter.survival_by_position, strict=True
+                ):
                     assert acceptance is None or (survival is not None and survival <= acceptance <= 1.0)
-        assert batch.arm("ngram_only").mean_price == pytest.approx(0.05 * goodput_bound(batch.batch_size), rel=0.9)
+        # G(b*) is at least G(0) of one request, and at most what accepting every slot would give.
+        most = 16.0 * batch.batch_size / (1.0 + 0.05 * 15 * batch.batch_size)
+        assert 0.05 <= number(batch.arm("ngram_only").mean_price) <= 0.05 * most
+
+
+def number(value: float | None) -> float:
+    assert value is not None
+    return value
 
 
 def filled(values: Sequence[float | None]) -> list[float]:
     return [0.0 if value is None else value for value in values]
-
-
-def goodput_bound(batch_size: int) -> float:
-    """Tokens per second of a step that costs 1 s and whose every request gets one or two tokens."""
-    return 1.5 * batch_size
 
 
 def test_report_is_json_and_names_its_circumstances(report: BenchReport) -> None:
@@ -138,9 +144,9 @@ def test_report_is_json_and_names_its_circumstances(report: BenchReport) -> None
     assert header["machine"]["versions"]["torch"] == torch.__version__
     assert header["workload"] == {
         "name": "random",
-        "requests": 5,
-        "kinds": {"edit": 3, "chat": 2},
-        "prompt_tokens": 5 * 5 + 10,
+        "requests": 4,
+        "kinds": {"edit": 2, "chat": 2},
+        "prompt_tokens": 5 + 6 + 7 + 8,
     }
     assert header["notes"] == ["transformers' generate is measured at batch size 1 only"]
     # One cost for all arms that draft alike; none for vanilla.
@@ -193,13 +199,15 @@ def test_groups_partition_the_prompts_by_kind(kinds: list[str], size: int) -> No
         assert len(sizes) == math.ceil(kinds.count(kind) / size)
 
 
-def test_weights_are_shared_and_attention_is_not() -> None:
+def test_plain_copy_shares_weights_and_survives_the_takeover() -> None:
     target = tiny_target()
     plain = plain_copy(target.model)
-    before = plain_logits(plain, torch.arange(9))
-    run_bench(target, random_prompts(1), BenchSettings(max_new_tokens=2, cost=COST))
     for own, shared in zip(target.model.parameters(), plain.parameters(), strict=True):
         assert own is shared
+    before = plain_logits(plain, torch.arange(9))
+    run_bench(target, random_prompts(1), BenchSettings(max_new_tokens=2, cost=COST))
+    model: Any = target.model
+    assert model.get_input_embeddings().weight is plain.get_input_embeddings().weight
     assert torch.equal(plain_logits(plain, torch.arange(9)), before)
 
 
@@ -228,7 +236,7 @@ def test_arm_names() -> None:
     assert parse_arm("transformers-lookup") == ArmSpec("transformers-lookup", None, lookup_tokens=10)
     assert not any(parse_arm(name).is_peer for name in policy_names())
     for name in ("ngram", "", "ngram_only:", "transformers:all"):
-        with pytest.raises(ValueError, match="is unknown; use one of 'proposed'.*'transformers-lookup'"):
+        with pytest.raises(ValueError, match=r"is unknown; use one of 'proposed'.*'transformers-lookup'"):
             parse_arm(name)
     with pytest.raises(ValueError, match="budget='most' is unknown; use 'adaptive', 'all'"):
         parse_arm("ngram_only:most")
@@ -272,7 +280,7 @@ def test_prompts_that_do_not_fit_are_refused_by_name() -> None:
     target = tiny_target(max_position_embeddings=32)
     settings = BenchSettings(max_new_tokens=24, cost=COST)
     fits = BenchPrompt("short", "edit", [1] * 8)
-    with pytest.raises(ValueError, match="request 'long' has 9 prompt tokens.*exceed the model's 32 positions"):
+    with pytest.raises(ValueError, match=r"request 'long' has 9 prompt tokens.*exceed the model's 32 positions"):
         run_bench(target, [fits, BenchPrompt("long", "edit", [1] * 9)], settings)
     with pytest.raises(ValueError, match="request 'none' has an empty prompt"):
         run_bench(target, [BenchPrompt("none", "edit", [])], settings)

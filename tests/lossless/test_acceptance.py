@@ -1,7 +1,7 @@
 """How often sampled drafts are accepted: rejection and coupled verification side by side, against their theory.
 
-With D the total variation between the draft law and the target's: rejection accepts 1 - D. Coupled verification accepts when
-argmax(log draft + noise) = argmax(log target + noise), which for Gumbel noise has the probability
+With D the total variation between the draft law and the target's: rejection accepts 1 - D. Coupled verification accepts
+when argmax(log draft + noise) = argmax(log target + noise), which for Gumbel noise has the probability
 sum_i 1 / sum_j max(target_j / target_i, draft_j / draft_i), at least (1 - D) / (1 + D) and at most 1 - D.
 """
 

@@ -21,27 +21,26 @@ from hspark.verify import (
 )
 from hspark.verify.controls import Control, NoResidual, controls
 from hspark.verify.examples import SHAPES, random_sizing, random_world
-from hspark.verify.sampled import Sampler
+from hspark.verify.sampled import Sampler, histogram
+from hspark.verify.statistics import chi_square
 from hspark.verify.suite import Cell, check_control, lossless_table, main, table_policies
-
-TABLE: list[Cell] = []
 
 
 @pytest.fixture(scope="module")
 def table() -> list[Cell]:
-    return lossless_table(4, sampled=1, samples=4000)
+    return lossless_table(3, sampled=1, samples=3000)
 
 
 def test_the_table_is_complete_and_every_claim_holds(table: list[Cell]) -> None:
-    """Total variation below 1e-10 in every example of every cell that claims exactness, above 0.01 somewhere in the others."""
+    """Total variation below 1e-10 in all examples of the cells that claim exactness, above 0.01 in one of the others."""
     assert len(table) == 9 * 9 + 1
     for cell in table:
         assert cell.holds, cell
-        assert cell.report.examples >= 4
+        assert cell.report.examples >= 3
 
 
 def test_the_table_is_the_published_one(table: list[Cell]) -> None:
-    """Lossy are the rules that read samples, and fresh sizing, both only with sampled drafts under rejection at T > 0."""
+    """Lossy: the rules that read samples, and fresh sizing, both with sampled drafts under rejection at T > 0 only."""
     lossy = {(cell.policy, cell.sizing) for cell in table if not cell.claimed}
     reading = {"proposed", "expected_length", "no_contains"}
     drafting = {chosen.name for chosen in table_policies() if chosen.needs_model}
@@ -109,7 +108,7 @@ def test_every_named_mistake_has_a_control() -> None:
 @pytest.mark.parametrize("name", CONTROLS)
 def test_mistakes_are_rejected(name: str) -> None:
     """By enumeration, where the mistake is in the rule, and by the samples of the wrong code, always."""
-    report = check_control(CONTROLS[name], examples=5, sampled=5, samples=6000)
+    report = check_control(CONTROLS[name], examples=4, sampled=4, samples=4000)
     assert not report.lossless
     assert report.worst_p_value is not None
     assert report.worst_p_value < 1e-6
@@ -122,16 +121,13 @@ def test_mistakes_are_rejected(name: str) -> None:
 def test_the_right_code_passes_where_the_mistakes_fail(name: str) -> None:
     control = CONTROLS[name]
     right = Control(name, RejectionVerifier(), policy("model_only"), control.drafting, Rule(), world=control.world)
-    report = check_control(right, examples=5, sampled=5, samples=6000)
+    report = check_control(right, examples=3, sampled=3, samples=4000)
     assert report.lossless, report.failures
 
 
 @pytest.mark.parametrize("name", [name for name, control in CONTROLS.items() if control.rule is not None])
 def test_wrong_code_and_wrong_rule_are_the_same_mistake(name: str) -> None:
-    """Samples of the wrong verifier follow the law that the wrong rule gives, so the enumeration speaks about the code."""
-    from hspark.verify.sampled import histogram
-    from hspark.verify.statistics import chi_square
-
+    """Samples of the wrong verifier follow the law that the wrong rule gives: the enumeration speaks about the code."""
     control = CONTROLS[name]
     for seed in (0, 2):
         world = random_world(seed, SHAPES[seed])

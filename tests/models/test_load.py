@@ -69,9 +69,13 @@ def test_a_second_start_reads_the_converted_copy(
     first = load_target(tiny_gguf, torch.bfloat16, "cpu", progress=False)
     (copy,) = (cache / "converted").iterdir()
     assert "bfloat16" in copy.name
-    read = []
-    original = pretrained.load_causal_lm
-    monkeypatch.setattr("hspark.models.load.load_causal_lm", lambda s, *a: (read.append(s), original(s, *a))[1])
+    read: list[Any] = []
+
+    def spy(source: Any, *arguments: Any) -> nn.Module:
+        read.append(source)
+        return pretrained.load_causal_lm(source, *arguments)
+
+    monkeypatch.setattr("hspark.models.load.load_causal_lm", spy)
     monkeypatch.setattr("hspark.models.convert.load_causal_lm", None)
     second = load_target(tiny_gguf, torch.bfloat16, "cpu", progress=False)
     assert read == [copy]

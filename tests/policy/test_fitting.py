@@ -41,10 +41,10 @@ def simulated(estimator: AcceptanceEstimator, count: int, seed: int = 0) -> Grad
 
 
 def test_known_coefficients_are_recovered() -> None:
-    """With 200,000 steps the standard errors are below 0.05; 0.2 is over four of them for each of 22 coefficients,
+    """With 100,000 steps the standard errors are below 0.05; 0.2 is over four of them for each of 22 coefficients,
     so a sound fit fails with probability below 0.002 over seeds, and this seed is fixed."""
     truth = AcceptanceEstimator.preset("qwen3-4b")
-    fitted = AcceptanceEstimator.fit(simulated(truth, 200_000))
+    fitted = AcceptanceEstimator.fit(simulated(truth, 100_000))
     for name, value in fitted.to_record()["coefficients"].items():
         np.testing.assert_allclose(value, truth.to_record()["coefficients"][name], atol=0.2, err_msg=name)
     other = simulated(truth, 50_000, seed=1)

@@ -43,7 +43,7 @@ def test_verification_is_imported_without_the_rest() -> None:
         "import sys, types; package = types.ModuleType('hspark'); package.__path__ = [sys.argv[1]]\n"
         "sys.modules['hspark'] = package\n"
         "import hspark.verify; hspark.verify.verifier('rejection')\n"
-        "print(*(name for name in sys.modules if name.startswith(('hspark', 'transformers'))))"
+        "print(*(m for m in sys.modules if m.startswith(('hspark', 'transformers'))))"
     )
     folder = str(Path(hspark.verify.__file__).parents[1])
     run = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=True)

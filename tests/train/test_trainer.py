@@ -1,0 +1,139 @@
+"""The loop: it learns, it resumes exactly, and its settings are checked."""
+
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from hspark.train.config import TrainConfig
+from hspark.train.losses import LossWeights
+from hspark.train.setup import bigram_markov, drafter_config, new_drafter
+from hspark.train.trainer import Trainer
+from tests.tiny import VOCAB, tiny_llama
+from tests.train.runs import TAPS, tiny_store
+
+RECIPE = {
+    "steps": 6,
+    "sequences": 4,
+    "micro_batch": 2,
+    "anchors": 6,
+    "warmup": 2,
+    "vocabulary": 40,
+    "common": 4,
+    "weights": LossWeights(ce=1.0, l1=0.1, soft=0.5, confidence=0.1),
+    "held_out": 0.3,
+    "ema": 0.9,
+}
+
+
+def trainer_of(folder, store, **changes):
+    target = tiny_llama()
+    config = drafter_config(target.config, mask_token_id=VOCAB - 1, layers=1, taps=TAPS, markov_rank=4, block_size=3)
+    model = new_drafter(config, target, samples=store.taps[:50])
+    recipe = TrainConfig(**{**RECIPE, **changes})
+    return Trainer(model, [store], folder, recipe, Accelerator(mixed_precision="no", cpu=True))
+
+
+def state_of(trainer):
+    return {**trainer.model.state_dict(), **{f"averaged {k}": v for k, v in trainer.averaged.items()}}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, optimizer):
+    store = tiny_store(tmp_path / "store")
+    options = {"optimizer": optimizer, "schedule": "cosine", "block_schedule": ((0, 2), (4, 3))}
+    whole = trainer_of(tmp_path / "whole", store, **options)
+    whole.train()
+    first = trainer_of(tmp_path / "parts", store, **options)
+    for _ in range(3):
+        first.take_step()
+    first.save()
+    second = trainer_of(tmp_path / "parts", store, **options)
+    assert second.resume()
+    assert second.step == 3
+    second.train()
+    assert (whole.step, whole.anchors_seen) == (second.step, second.anchors_seen)
+    for (name, value), other in zip(state_of(whole).items(), state_of(second).values(), strict=True):
+        assert torch.equal(value, other), name
+
+
+def test_another_seed_is_another_run(tmp_path):
+    """The control of the test above: equality there is not for want of randomness."""
+    store = tiny_store(tmp_path / "store")
+    one, other = (trainer_of(tmp_path / str(seed), store, seed=seed) for seed in (0, 1))
+    one.take_step()
+    other.take_step()
+    assert not torch.equal(one.model.fc.weight, other.model.fc.weight)
+
+
+def test_it_learns_and_logs(tmp_path):
+    store = tiny_store(tmp_path / "store", count=24)
+    trainer = trainer_of(tmp_path / "run", store, steps=80, lr=0.02, schedule="cosine", vocabulary=0, log_every=0.0)
+    records = []
+    last = trainer.train(records.append)
+    assert records[0]["held_out"]["all"] < 1.5
+    assert last["held_out"]["all"] > 2.0
+    assert last["loss"]["ce"] < records[0]["loss"]["ce"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert lines == records
+    assert last["anchors"] == trainer.anchors_seen == 80 * 4 * 6
+
+
+def test_held_out_groups_are_never_trained_on(tmp_path):
+    store = tiny_store(tmp_path / "store", count=24)
+    trainer = trainer_of(tmp_path / "run", store)
+    assert trainer.held_items
+    seen = {item for step in range(40) for item in trainer.items_of(step)}
+    assert seen == set(trainer.train_items)
+    assert not seen & set(trainer.held_items)
+
+
+def test_every_epoch_visits_every_sequence_once(tmp_path):
+    store = tiny_store(tmp_path / "store", count=24)
+    trainer = trainer_of(tmp_path / "run", store)
+    steps = len(trainer.train_items) // 4
+    epoch = [item for step in range(steps) for item in trainer.items_of(step)]
+    assert len(epoch) == len(set(epoch)) == steps * 4
+
+
+def test_a_run_stops_after_its_time(tmp_path):
+    store = tiny_store(tmp_path / "store")
+    trainer = trainer_of(tmp_path / "run", store, steps=100000, seconds=0.5)
+    trainer.train()
+    assert 0.5 <= trainer.seconds < 30
+    assert (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+def test_averaged_weights_are_a_running_mean(tmp_path):
+    store = tiny_store(tmp_path / "store")
+    trainer = trainer_of(tmp_path / "run", store, ema=0.0)
+    trainer.take_step()
+    model = trainer.averaged_model()
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(value, dict(trainer.model.named_parameters())[name])
+
+
+def test_too_few_sequences_are_refused(tmp_path):
+    store = tiny_store(tmp_path / "store", count=3)
+    with pytest.raises(ValueError, match="fewer than the 4"):
+        trainer_of(tmp_path / "run", store)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"steps": 0}, {"optimizer": "sgd"}, {"schedule": "linear"}, {"ema": 1.0}, {"held_out": 1.0}, {"anchors": 0}],
+)
+def test_bad_settings_are_refused(values):
+    with pytest.raises(ValueError, match=f"{next(iter(values))}="):
+        TrainConfig(**values)
+
+
+def test_the_bigram_start_prefers_what_followed(tmp_path):
+    store = tiny_store(tmp_path / "store", count=24)
+    trainer = trainer_of(tmp_path / "run", store)
+    model, tokens = trainer.model, store.tokens.long()
+    bigram_markov(model, tokens, smoothing=1.0)
+    bias = model.markov_head.markov_w2(model.markov_head.markov_w1(tokens[:-1]))
+    followed = bias.gather(1, tokens[1:, None]).mean()
+    assert followed > bias.mean() + bias.std()
