@@ -117,17 +117,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arms = default_arms(drafter)
     settings = BenchSettings(arms=arms, max_new_tokens=options.max_new_tokens, drafter=drafter)
     samples = builtin_workload(options.limit, options.seed)
+    opened = settings.open_drafter(options.dtype, options.device)
     target = load_target(options.model, options.dtype, options.device)
     prompts = encode_samples(samples, target)
     if options.json:
-        print(json.dumps(run_bench(target, prompts, settings, workload="built-in").to_dict()))
+        print(json.dumps(run_bench(target, prompts, settings, workload="built-in", drafter=opened).to_dict()))
         return 0
     colour = wants_colour(sys.stdout, options.color)
     print(f"{target.name} edits functions of Python's standard library. Measuring the cost of a step ...", flush=True)
     if colour:
         print(f"Colours: {legend()}.")
     screen = Screen(arms[-1], samples, target.tokenizer, colour)
-    report = run_bench(target, prompts, settings, workload="built-in", observer=screen)
+    report = run_bench(target, prompts, settings, workload="built-in", drafter=opened, observer=screen)
     why = "" if drafter else f"{_WHY[options.drafter == 'none']}, so there is no hybrid arm: n-gram drafts only"
     print("\n" + "\n\n".join([render_header(report.header), render(report, why)]))
     return 0

@@ -7,10 +7,12 @@ step was enqueued, not to the row.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +26,18 @@ from hspark.request import Request
 from hspark.sampling import SamplingMode, SamplingState
 from hspark.step import DecodeStep, Outcome, Shape
 
+logger = logging.getLogger("hspark")
+
 # Contexts are bounded in multiples of this many positions, so that few static shapes occur.
 CONTEXT_BUCKET = 64
+# Packed sizes of a verification that are measured at start-up and, on an accelerator or compiled, padded to.
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+
+
+def packed_sizes(rows: int, width: int) -> tuple[int, ...]:
+    """The packed sizes in use for `rows` rows with chains of `width`, up to every slot of every row."""
+    most = rows * (width + 1)
+    return (*(size for size in SIZES if size < most), most)
 
 
 class InFlight(NamedTuple):
@@ -40,7 +52,8 @@ class Engine:
     """Runs many requests through one DecodeStep on `rows` static rows.
 
     budget: "adaptive", "all", or a number of slots per step. budget_delay: steps between survivals and the step that
-    they size. run_ahead: steps enqueued before the oldest outcome is read. prefill_tokens: prompt tokens processed
+    they size. compiler: applied to the two device functions of a step, for example torch.compile with
+    fullgraph=True; sizes are then padded. run_ahead: steps enqueued before the oldest outcome is read. prefill_tokens: prompt tokens processed
     between two decode steps while other requests are running. Not thread-safe.
     """
 
@@ -56,8 +69,13 @@ class Engine:
         eos_token_ids: tuple[int, ...] = (),
         tokenizer: Any | None = None,
         lossy: bool = False,
+        compiler: Callable[[Any], Any] | None = None,
     ) -> None:
         self.device_step, self.cost = step, cost
+        self.padded = compiler is not None or step.target.device.type != "cpu"
+        self._run_propose = step.propose if compiler is None else compiler(step.propose)
+        self._run_verify = step.verify if compiler is None else compiler(step.verify)
+        step.on_failure = self._draft_failed
         self.budget, self.budget_delay, self.run_ahead = budget, budget_delay, run_ahead
         self.prefill_tokens = prefill_tokens
         self.eos_token_ids, self.tokenizer, self.lossy = eos_token_ids, tokenizer, lossy
@@ -80,6 +98,7 @@ class Engine:
         self.slots_verified = 0
         self.draft_failures = 0
         self._numbers = 0
+        self._flat_noted = False
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -195,9 +214,7 @@ class Engine:
         features = self.target.prefill(self.rows.tokens[row, start : start + count], row, start)
         if features is not None:
             position = torch.arange(start, start + count, device=self.device)
-            for drafter in self.device_step.drafters:
-                if drafter.taps:
-                    drafter.observe(features, torch.full_like(position, row), position)
+            self.device_step.observe(features, torch.full_like(position, row), position)
         for drafter in self.device_step.drafters:
             if isinstance(drafter, PromptReader):
                 drafter.prefill(self.rows.tokens[row, start : start + count], row, start)
@@ -226,7 +243,7 @@ class Engine:
         kept = self.device_step.allocate(chain, torch.tensor(self.decision.budget, device=self.device))
         shape = self._shape(kept, len(running), context)
         wants_logprobs = any(owner.params.logprobs for owner in running)
-        outcome = self.device_step.verify(self.rows, chain, kept, mode, shape, wants_logprobs)
+        outcome = self._run_verify(self.rows, chain, kept, mode, shape, wants_logprobs)
         self.in_flight.append(InFlight(self.step_number, outcome, owners))
         self.step_number += 1
 
@@ -234,18 +251,24 @@ class Engine:
         """This step's chains; a drafter that raises costs its drafts, never a request."""
         price = torch.tensor(self.decision.price, dtype=torch.float32, device=self.device)
         try:
-            return self.device_step.propose(self.rows, self.speculate, price, mode)
+            return self._run_propose(self.rows, self.speculate, price, mode)
         except Exception as error:
-            if not self.draft_failures:
-                warnings.warn(f"drafting failed and the step went on without drafts: {error!r}", stacklevel=2)
-            self.draft_failures += 1
+            self._draft_failed(error)
             return Chain.empty(self.target.rows, self.device_step.width, self.device)
+
+    def _draft_failed(self, error: Exception) -> None:
+        if not self.draft_failures:
+            warnings.warn(f"drafting failed and the step went on without drafts: {error!r}", stacklevel=2)
+        self.draft_failures += 1
 
     def _context(self, running: list[Request]) -> int:
         """A bound on the positions that this step reads or writes, known without asking the device."""
         width = self.device_step.width + 1
         longest = max(len(r.prompt) + len(r.token_ids) for r in running) + width * (len(self.in_flight) + 1)
-        return min(-(-longest // CONTEXT_BUCKET) * CONTEXT_BUCKET, self.capacity)
+        bound = -(-longest // CONTEXT_BUCKET) * CONTEXT_BUCKET
+        if self.padded:  # few static shapes matter more than a tight bound
+            bound = 1 << (bound - 1).bit_length()
+        return min(bound, self.capacity)
 
     def _size(self, step: int, running: list[Request]) -> None:
         """Budget and price of this step, from survivals that are budget_delay steps old."""
@@ -253,20 +276,25 @@ class Engine:
         context = sum(len(r.prompt) + len(r.token_ids) for r in running)
         if self.budget == "adaptive":
             self.decision = choose_budget(survival, len(running), self.cost, context)
+            if self.decision.budget and not self.decision.price and not self._flat_noted:
+                self._flat_noted = True
+                logger.info("a draft slot costs nothing at this size, so every draft is verified: %r", self.cost)
         else:
             slots = self.device_step.width * self.target.rows if self.budget == "all" else int(self.budget)
             self.decision = evaluate_budget(survival, len(running), self.cost, slots, context)
 
     def _shape(self, kept: Tensor, running: int, context: int) -> Shape:
         """Static sizes of the verification. Where the host is the device, looking at `kept` costs nothing and saves
-        padding; elsewhere the budget bounds it."""
-        if self.device.type == "cpu":
+        padding; elsewhere, and where shapes are compiled, the budget bounds it and sizes are padded to a few."""
+        if not self.padded:
             size, queries = running + int(kept.sum()), 1 + int(kept.max())
             # With steps in flight a row may have reached its limit unseen, and have no slot at all.
             full = not self.in_flight and size == queries * self.target.rows
             return Shape(size, queries, context, full)
-        slots = min(self.decision.budget, self.device_step.width * running)
-        return Shape(running + slots, 1 + min(self.device_step.width, slots), context)
+        width = self.device_step.width
+        slots = min(self.decision.budget, width * running)
+        size = next(size for size in packed_sizes(self.target.rows, width) if size >= running + slots)
+        return Shape(size, 1 + width if slots else 1, context)
 
     def _collect(self, flight: InFlight) -> None:
         """Reads one outcome and hands its tokens to the requests that held the rows."""
@@ -314,7 +342,9 @@ class Engine:
         self.slots_verified += seen["kept"]
         if sound < seen["count"] and not request.done:
             at = len(request.prompt) + len(request.token_ids)
-            request.finish("error", f"the target's logits for position {at} hold NaN or infinity; the request was ended")
+            request.finish(
+                "error", f"the target's logits for position {at} hold NaN or infinity; the request was ended"
+            )
         if request.done:
             request.metrics.tokens = len(request.token_ids)
             if self.owners[row] is request:

@@ -5,20 +5,13 @@ from __future__ import annotations
 import torch
 
 from hspark.core import Chain, RowState
-from hspark.engine import new_rows
+from hspark.engine import new_rows, packed_sizes
 from hspark.policy import StepCostTable, profile_cost
 from hspark.sampling import SamplingMode
 from hspark.step import DecodeStep, Shape
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 # Contexts, per row, between which the price of a token of context is measured.
 SHORT, LONG = 64, 512
-
-
-def packed_sizes(rows: int, width: int) -> tuple[int, ...]:
-    """The sizes to measure (and, on an accelerator, to pad to): up to every slot of every row."""
-    most = rows * (width + 1)
-    return (*(size for size in SIZES if size < most), most)
 
 
 @torch.inference_mode()

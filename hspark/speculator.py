@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -99,6 +100,7 @@ class HybridSpeculator:
             eos_token_ids=_eos(model) if eos_token_ids is None else eos_token_ids,
             tokenizer=tokenizer,
             lossy=lossy,
+            compiler=_compiler(self.config.compile),
         )
 
     @classmethod
@@ -298,6 +300,17 @@ def _cost(cost: Any, step: DecodeStep) -> CostModel:
     if cost != "auto":
         return load_cost(cost)
     return profile_step(step) if step.drafters else LinearCost(1.0, 0.0)
+
+
+def _compiler(compile: str | bool) -> Any:
+    """torch.compile as the step needs it, or None to run eagerly."""
+    if compile is not True:
+        return None
+    import torch._dynamo
+
+    # One variant per padded size, context bucket and sampling mode: more than the default limit allows.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+    return functools.partial(torch.compile, fullgraph=True, dynamic=False)
 
 
 def _check_length(max_length: int, model: Any) -> None:

@@ -6,6 +6,7 @@ as scalars. The engine calls `propose`, `allocate` and `verify` one after the ot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -75,6 +76,8 @@ class DecodeStep:
         self.free_drafter = free_drafter if policy.needs_free else None
         self.drafters = tuple(d for d in (self.model_drafter, self.free_drafter) if d is not None)
         self.width = max((drafter.width for drafter in self.drafters), default=0)
+        # Told of a drafter that raised while it was shown hidden states; None lets the error through.
+        self.on_failure: Callable[[Exception], None] | None = None
         for drafter in self.drafters:
             if hasattr(drafter, "catch_up"):  # a draft model reads what the last step committed
                 drafter.catch_up = self.width + 1
@@ -92,6 +95,22 @@ class DecodeStep:
         length = torch.where(active(rows) & speculate, torch.minimum(chain.length, room), 0)
         inside = torch.arange(chain.width, device=device) < length[:, None]
         return chain._replace(length=length, survival=torch.where(inside, chain.survival, 0.0))
+
+    def observe(self, features: Tensor, row: Tensor, position: Tensor) -> None:
+        """Shows every drafter its own taps of features [T, len(target.taps) * H]; arguments as for `Drafter.observe`."""
+        size = features.shape[1] // max(len(self.target.taps), 1)
+        first = 0
+        for drafter in self.drafters:
+            if not drafter.taps:
+                continue
+            last = first + size * len(drafter.taps)
+            try:
+                drafter.observe(features[:, first:last], row, position)
+            except Exception as error:
+                if self.on_failure is None:
+                    raise
+                self.on_failure(error)
+            first = last
 
     def allocate(self, chain: Chain, budget: Tensor) -> Tensor:
         """Slots to verify of each row, int64 [R], within the batch-wide budget (0-dim)."""
@@ -118,9 +137,7 @@ class DecodeStep:
         logits, features = self.target.forward(inputs[layout.row, layout.offset], position, plan)
         if features is not None:
             dump = torch.where(layout.valid, position, self.target.max_length)
-            for drafter in self.drafters:
-                if drafter.taps:
-                    drafter.observe(features, layout.row, dump)
+            self.observe(features, layout.row, dump)
         state = rows.sampling.take(layout.row)
         counts = count_tokens(rows, chain, layout.row, layout.offset, logits.shape[-1]) if mode.penalties else None
         if mode.sampled:

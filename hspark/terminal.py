@@ -11,7 +11,7 @@ from hspark.request import Detokenizer
 
 RESET, DIM = "\033[0m", "\033[2m"
 # Tokens of the target itself keep the terminal's own colour.
-COLOURS = {"ngram": "\033[32m", "dspark": "\033[36m", "target": ""}
+COLOURS = {"ngram": "\033[32m", "dspark": "\033[36m", "draft_model": "\033[36m", "target": ""}
 _OTHER = "\033[35m"
 # A model must not be able to move the cursor or set the title of somebody's terminal.
 _CONTROLS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}

@@ -126,7 +126,7 @@ class PatternDrafter:
     """Right or wrong by a rule, from known continuations: an oracle by default, always wrong with right=never.
 
     continuations: {prompt: output of plain decoding}. right(place, slot): whether slot `slot` drafts the true token of
-    output place `place`; a wrong token is the true one plus 1. Beyond the known output it drafts nothing.
+    output place `place`; a wrong token is `wrong`, or the true one plus 1. Beyond the known output it drafts nothing.
     fails(call): raise in that call. width, acceptance: of every chain. calls counts `propose`.
     """
 
@@ -139,12 +139,13 @@ class PatternDrafter:
         *,
         width: int = 7,
         right: Callable[[int, int], bool] = lambda place, slot: True,
+        wrong: int | None = None,
         fails: Callable[[int], bool] = lambda call: False,
         acceptance: float = 0.9,
         source: int = SOURCE_FREE,
     ) -> None:
         self.known = {tuple(prompt): list(ids) for prompt, ids in continuations.items()}
-        self.vocab, self.width, self.right, self.fails = vocab, width, right, fails
+        self.vocab, self.width, self.right, self.wrong, self.fails = vocab, width, right, wrong, fails
         self.acceptance, self.source = acceptance, source
         self.name = "dspark" if source == SOURCE_MODEL else "ngram"
         self.calls = 0
@@ -164,10 +165,13 @@ class PatternDrafter:
         for row, (begin, end) in enumerate(zip(rows.prompt_length.tolist(), rows.length.tolist(), strict=True)):
             place = max(end - begin, 0)
             truth = self.known.get(tuple(rows.tokens[row, :begin].tolist()), [])[place : place + self.width]
-            chains.append([t if self.right(place + i, i) else (t + 1) % self.vocab for i, t in enumerate(truth)])
+            chains.append([t if self.right(place + i, i) else self._wrong(t) for i, t in enumerate(truth)])
         tokens = torch.tensor([chain + [0] * (self.width - len(chain)) for chain in chains]).view(batch, self.width)
         length = torch.tensor([len(chain) for chain in chains])
         return Chain.build(tokens, length, torch.full(tokens.shape, self.acceptance), source=self.source)
+
+    def _wrong(self, token: int) -> int:
+        return (token + 1) % self.vocab if self.wrong is None else self.wrong
 
 
 def never(place: int, slot: int) -> bool:

@@ -45,11 +45,10 @@ def common(tiny: str, cost: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def no_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Standard input as in a script: no terminal, and empty."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     monkeypatch.delenv("NO_COLOR", raising=False)
-    yield
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -257,7 +256,7 @@ def test_every_sampling_parameter_has_an_option() -> None:
         (["x", "--stop", ""], "use non-empty strings"),
         (["x", "--logprobs"], "logprobs are part of the JSON result; add --json"),
         (["x", "--policy", "best"], "policy='best' is unknown; use one of 'proposed'"),
-        (["x", "--policy", "model_only"], "policy='model_only' needs a model drafter"),
+        (["x", "--policy", "model_only", "--drafter", "none"], "policy='model_only' needs a model drafter"),
         (["x", "--policy", "ngram_only", "--lookup", "none"], "policy='ngram_only' needs lookup='ngram'"),
         (["x", "--budget", "-3"], "budget=-3 is out of range"),
         (["x", "--budget", "some"], "budget='some' is unknown; use 'adaptive', 'all'"),
@@ -376,6 +375,7 @@ def test_bench_for_people(workload: str, common: list[str], capsys: pytest.Captu
         (["--arms", "transformers", "--batch-sizes", "4"], "runs at batch size 1 only"),
         (["--threads", "-1"], "threads=-1 is out of range"),
         (["--model", "nothing"], "model='nothing' is unknown"),
+        (["--drafter", "/no/such/drafter"], "/no/such/drafter"),
     ],
 )
 def test_bench_refuses_before_it_works(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,11 +24,14 @@ _GRID = [math.exp(x / 100) for x in range(-230, 231)]
 class ProbabilityCurve:
     """Acceptance of a drafter without a confidence head: sigmoid(intercept + slope * logit(top probability)).
 
-    "Top probability" is the drafter's own probability of its best token at temperature 1. The default takes it at its
-    word (0, 1); `fit_curve` replaces it by what a drafter's record says.
+    "Top probability" is the drafter's own probability of its best token at temperature 1. The default was fitted on
+    held-out greedy outputs of SmolLM2-135M, with a small drafter whose Markov and confidence heads were switched off:
+    drafters of this kind are right more often than they say, because a greedy target takes the likelier token every
+    time and because a slot only counts once its predecessors were right. It lowered the calibration error of acceptance
+    from 0.10 (taking the probability at its word) to 0.06. `fit_curve` fits a drafter's own.
     """
 
-    intercept: float = 0.0
+    intercept: float = 1.1
     slope: float = 1.0
 
     def __call__(self, log_prob: Tensor) -> Tensor:
@@ -137,7 +140,7 @@ def fit_curve(
     """The curve of a drafter without a confidence head, by logistic regression (Newton's method, float64).
 
     log_prob: [N, K] log top probabilities of N recorded chains; accepted, verified: as in `fit_temperatures`. Position
-    k counts where it was verified and all earlier ones were accepted. The ridge pulls towards the default (0, 1).
+    k counts where it was verified and all earlier ones were accepted. The ridge pulls towards the default curve.
     """
     log_prob, accepted, verified = _check_record(log_prob, accepted, verified)
     position = torch.arange(log_prob.shape[1])
@@ -147,7 +150,8 @@ def fit_curve(
     score = log_odds(log_prob[graded])
     outcome = (position < accepted[:, None])[graded].double()
     features = torch.stack((torch.ones_like(score), score), dim=1)
-    prior = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    default = ProbabilityCurve()
+    prior = torch.tensor([default.intercept, default.slope], dtype=torch.float64)
     weights = prior.clone()
     for _ in range(steps):
         estimate = (features @ weights).sigmoid()

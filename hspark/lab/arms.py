@@ -38,12 +38,13 @@ class ArmSpec:
     def is_peer(self) -> bool:
         return self.policy is None
 
-    def drafter_names(self, has_model: bool) -> tuple[str, ...]:
-        """Which drafters run in this arm; arms that agree here have the same step cost."""
+    def drafter_names(self, model: str | None) -> tuple[str, ...]:
+        """Which drafters run in this arm, given the model drafter's name; arms that agree have the same step cost."""
         if self.policy is None:
             return ()
         chosen = policy(self.policy)
-        return ("dspark",) * (chosen.needs_model and has_model) + ("ngram",) * chosen.needs_free
+        models = () if model is None or not chosen.needs_model else (model,)
+        return models + (("ngram",) if chosen.needs_free else ())
 
     @property
     def needs_model(self) -> bool:

@@ -6,6 +6,7 @@ so that a slow spell of the machine hits all arms alike. Loading, cost measureme
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 import time
@@ -19,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from hspark.config import SamplingParams
-from hspark.drafters import DSparkDrafter
+from hspark.drafters.base import Drafter
 from hspark.lab.arms import Arm, ArmSpec, PeerArm, SpeculatorArm, plain_copy
 from hspark.lab.bench_report import BenchReport, summarise
 from hspark.lab.bench_settings import BenchSettings
@@ -94,18 +95,19 @@ def run_bench(
     settings: BenchSettings,
     *,
     workload: str = "",
+    drafter: Drafter | None = None,
     observer: Observer | None = None,
 ) -> BenchReport:
     """Runs every arm over every prompt at every batch size, and sums up.
 
-    target: its model's attention is replaced. workload: the name for the header. ValueError, before any work, for
-    prompts that do not fit the model.
+    target: its model is taken over. workload: the name for the header. drafter: what `settings.open_drafter` gave, if
+    it was called before. ValueError, before any work, for prompts that do not fit the model.
     """
     prompts, observer = list(prompts), observer or Observer()
     capacity = _capacity(target, prompts, settings)
     header = _header(target, prompts, settings, workload)
     begun = time.perf_counter()
-    builder = _Builder(target, settings, capacity)
+    builder = _Builder(target, settings, capacity, drafter or settings.open_drafter(target.dtype, target.device))
     batches = []
     for size in settings.batch_sizes:
         arms = builder.arms(size)
@@ -140,8 +142,8 @@ def _capacity(target: LoadedTarget, prompts: list[BenchPrompt], settings: BenchS
 class _Builder:
     """Makes the arms of one batch size after another: one set of weights, and one cost for arms that draft alike."""
 
-    def __init__(self, target: LoadedTarget, settings: BenchSettings, capacity: int) -> None:
-        self.target, self.settings, self.capacity = target, settings, capacity
+    def __init__(self, target: LoadedTarget, settings: BenchSettings, capacity: int, drafter: Drafter | None) -> None:
+        self.target, self.settings, self.capacity, self.drafter = target, settings, capacity, drafter
         self.plain = plain_copy(target.model)
         self.estimator_note = ""
         self.cost_records: list[dict[str, Any]] = []
@@ -158,11 +160,9 @@ class _Builder:
 
     def _speculator(self, spec: ArmSpec, batch_size: int) -> HybridSpeculator:
         settings, target = self.settings, self.target
-        drafter = None
-        if spec.needs_model and settings.drafter is not None:
-            noise = "independent" if settings.verify == "rejection" else "coupled"
-            drafter = DSparkDrafter.from_pretrained(settings.drafter, drafting=settings.drafting, noise=noise)
-        key = (batch_size, spec.drafter_names(drafter is not None))
+        # A drafter holds the buffers of the engine that it is bound to, so each arm has its own.
+        drafter = copy.copy(self.drafter) if spec.needs_model else None
+        key = (batch_size, spec.drafter_names(None if drafter is None else drafter.name))
         speculator = HybridSpeculator(
             target.model,
             target.tokenizer,

@@ -62,11 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"output={options.output!r} lies in no existing directory; use a path that can be written")
     settings = _settings(options)
     samples, name = _samples(options)
+    drafter = settings.open_drafter(options.dtype, options.device)
     target = load_target(options.model, options.dtype, options.device)
     prompts = encode_samples(samples, target)
     bar = ProgressBar(settings, len(prompts))
     with bar.bar:
-        report = run_bench(target, prompts, settings, workload=name, observer=bar)
+        report = run_bench(target, prompts, settings, workload=name, drafter=drafter, observer=bar)
     text = json.dumps(report.to_dict())
     if options.output:
         Path(options.output).write_text(text + "\n")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hspark.config import EngineConfig, SamplingParams
-from hspark.drafters import DSparkDrafter
+from hspark.drafters.base import Drafter
+from hspark.drafters.opening import open_drafter
 from hspark.lab.arms import ArmSpec, parse_arm
 from hspark.policy import AcceptanceEstimator, CostModel, load_cost, policy, refuse_if_lossy
 from hspark.verify import verifier
@@ -20,7 +21,7 @@ class BenchSettings:
     repeats: runs of everything. group_size: prompts of a group; None for one at batch size 1 and twice the batch size
     otherwise (the requests beyond the rows queue, so that rows refill). The peers run at batch size 1 only.
     max_new_tokens, temperature, seed, ignore_eos: of every request; request i has the seed `seed + i` in all arms.
-    drafter: a model drafter's directory or hub id, or None. The rest as in HybridSpeculator.
+    drafter: what `open_drafter` takes, or None. The rest as in HybridSpeculator.
     """
 
     arms: tuple[str, ...] = ("vanilla", "ngram_only")
@@ -67,8 +68,6 @@ class BenchSettings:
                 raise ValueError(f"{name} holds {value!r}; use integers of at least 1")
 
     def _check_arms(self) -> None:
-        if self.drafter is not None:
-            DSparkDrafter.from_pretrained(self.drafter, drafting=self.drafting)
         for spec in self.specs:
             if spec.is_peer and 1 not in self.batch_sizes:
                 raise ValueError(
@@ -98,6 +97,13 @@ class BenchSettings:
     def comparable(self, arm: str) -> bool:
         """Whether the arm's text has to be vanilla's: when nothing is drawn, or draws go by position."""
         return self.params(0).greedy or (self.verify == "coupled" and not parse_arm(arm).is_peer)
+
+    def open_drafter(self, dtype: Any, device: Any) -> Drafter | None:
+        """The model drafter, checked; a ValueError says what is wrong with it. dtype, device: the target's."""
+        if self.drafter is None:
+            return None
+        noise = "coupled" if self.verify == "coupled" else "independent"
+        return open_drafter(self.drafter, dtype, device, drafting=self.drafting, noise=noise)
 
     def speculator_settings(self) -> dict[str, Any]:
         names = ("drafting", "verify", "budget_delay", "compile", "allow_lossy")

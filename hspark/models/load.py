@@ -44,8 +44,8 @@ class LoadedTarget:
     name: the short name, hub id, or the file's or directory's own name.
     model: a transformers causal language model in eval mode, without gradients, plain float linear layers.
     tokenizer: a transformers tokenizer, or None; then `tokenizer_problem` says why.
-    eos_token_ids: every token id that ends a sequence, ascending: those of the generation config, the config, the
-    tokenizer and, for .gguf files, the end-of-turn tokens in the header.
+    eos_token_ids: every token id that ends a sequence, ascending: those of the generation config, the config, and the
+    tokenizer or, for .gguf files, the header (end of sequence, turn and message).
     path: the directory or file that was loaded; None for a hub id.
     """
 
@@ -112,7 +112,9 @@ def _load_gguf(
         tokenizer = None
     else:
         tokenizer, problem = load_tokenizer(directory or path)
-    return LoadedTarget(name, model, tokenizer, _end_token_ids(model, tokenizer, summary.end_token_ids), path, problem)
+    # The header decides: some versions of transformers take another token for the tokenizer's end of sequence.
+    ends = _end_token_ids(model, None if summary.end_token_ids else tokenizer, summary.end_token_ids)
+    return LoadedTarget(name, model, tokenizer, ends, path, problem)
 
 
 def _locate(name_or_path: str | os.PathLike[str]) -> KnownModel | Path | str:

@@ -67,7 +67,7 @@ def continued(head: Tensor, head_length: Tensor, tail: Chain) -> Tensor:
 def ratios(survival: Tensor) -> Tensor:
     """Acceptance [B, W] whose running product is `survival` [B, W]; 0 after a survival of 0."""
     before = pad(survival, (1, 0), value=1.0)[:, :-1]
-    return torch.where(before > 0, survival / before.clamp(min=torch.finfo(survival.dtype).tiny), 0.0)
+    return survival / before.clamp(min=torch.finfo(survival.dtype).tiny)
 
 
 def keep(take_free: Tensor, model: Chain, free: Chain, reason: Tensor) -> Chain:

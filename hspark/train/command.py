@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ in earnest:
 Each line of an outputs file is a JSON object with task_id, temperature, output_token_ids, and prompt (one user message)
 or prompt_token_ids. Outputs must be the target's own: a drafter learns what its target says.
 """
-SETTINGS = "settings.json"
+SETTINGS, ANSWERS = "settings.json", "outputs.jsonl"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,9 +101,17 @@ def main(argv: Sequence[str]) -> int:
     if settings_file.exists():
         options = _restored(options, json.loads(settings_file.read_text()))
     config = _config(options)
-    accelerator = Accelerator(mixed_precision=_precision(), cpu=options.device == "cpu")
-    target = load_target(options.model, options.dtype, str(accelerator.device), progress=not options.json)
+    precision = _precision()
+    accelerator = Accelerator(mixed_precision=precision, cpu=options.device == "cpu")
+    dtype = options.dtype if precision == "bf16" else "float32"  # without autocast weights and tables must agree
+
+    def load() -> LoadedTarget:
+        return load_target(options.model, dtype, str(accelerator.device), progress=not options.json)
+
     with accelerator.main_process_first():
+        if options.prompts or options.prompt_file:
+            _answer(options, folder, load)
+        target = load()
         store = _prepare(options, folder, target)
         if not settings_file.exists():
             settings_file.write_text(json.dumps(vars(options), indent=2, sort_keys=True) + "\n")
@@ -176,14 +184,13 @@ def _config(options: argparse.Namespace) -> TrainConfig:
 
 
 def _prepare(options: argparse.Namespace, folder: Path, target: LoadedTarget) -> FeatureStore:
-    """The feature store of a run, filled; outputs are generated first where asked."""
+    """The feature store of a run, filled."""
     features = folder / "features"
     if (features / "index.json").exists():
         store = FeatureStore(features)
     else:
-        files = list(options.outputs)
-        if options.prompt_file or options.prompts:
-            files.append(_answer(options, folder, target))
+        answers = folder / ANSWERS
+        files = [*options.outputs, *([answers] if answers.exists() else [])]
         if not files:
             raise ValueError("there is nothing to train on; use --outputs, --prompt-file or --prompts")
         outputs = [output for file in files for output in read_outputs(file, lambda text: _encode(target, text))]
@@ -195,15 +202,21 @@ def _prepare(options: argparse.Namespace, folder: Path, target: LoadedTarget) ->
     return store
 
 
-def _answer(options: argparse.Namespace, folder: Path, target: LoadedTarget) -> Path:
+def _answer(options: argparse.Namespace, folder: Path, load: Callable[[], LoadedTarget]) -> None:
+    """Has the target answer the prompts asked for, unless the run already has its features.
+
+    The engine takes a model over for good, so hidden states are computed by another copy of it.
+    """
+    if (folder / "features" / "index.json").exists():
+        return
     prompts = training_prompts(options.prompts, options.seed) if options.prompts else []
     if options.prompt_file:
         prompts += [(sample.task_id, sample.messages[-1]["content"]) for sample in load_workload(options.prompt_file)]
     with tqdm(total=len(prompts), unit="prompt", desc="answers", file=sys.stderr) as bar:
-        return generate_outputs(
-            target,
+        generate_outputs(
+            load(),
             prompts,
-            folder / "outputs.jsonl",
+            folder / ANSWERS,
             max_new_tokens=options.max_new_tokens,
             seed=options.seed,
             progress=lambda done, total: bar.update(done - bar.n),
@@ -249,8 +262,9 @@ def _finish(options: argparse.Namespace, folder: Path, trainer: Trainer, resumed
     model = trainer.averaged_model()
     calibration, report = None, None
     if any(trainer.stores[s].temperatures[i] == 0 for s, i in trainer.held_items):
-        calibration = calibrate(model, trainer.stores, trainer.held_items)
-        report = measure(model, trainer.stores, trainer.held_items, calibration).to_dict()
+        with trainer.accelerator.autocast():
+            calibration = calibrate(model, trainer.stores, trainer.held_items)
+            report = measure(model, trainer.stores, trainer.held_items, calibration).to_dict()
     place = export_drafter(
         model, options.export or folder / "drafter", tables=options.with_tables, calibration=calibration
     )

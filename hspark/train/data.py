@@ -128,6 +128,7 @@ class FeatureStore:
         target: a transformers causal LM. Interrupted work goes on where it stopped. progress(done, total) in tokens.
         """
         body, device = target.get_decoder(), next(target.parameters()).device
+        scale = getattr(target.config.get_text_config(), "logit_scale", None) or 1.0  # of Cohere's logits
         states: dict[int, Tensor] = {}
 
         def keep(tap: int) -> Callable[..., None]:
@@ -149,7 +150,7 @@ class FeatureStore:
                 for row, i in enumerate(now):
                     ids[row, : self.length(i)] = self.tokens[self.offsets[i] : self.offsets[i + 1]]
                 # Padding on the right: causal attention keeps it away from the tokens before it.
-                final = body(input_ids=ids.to(device), use_cache=False).last_hidden_state
+                final = body(input_ids=ids.to(device), use_cache=False).last_hidden_state * scale
                 for row, i in enumerate(now):
                     span, n = slice(self.offsets[i], self.offsets[i + 1]), self.length(i)
                     self.final[span] = final[row, :n].to("cpu", torch.bfloat16)

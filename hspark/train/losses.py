@@ -195,7 +195,10 @@ def block_hidden(model: DSparkModel, batch: Batch) -> Tensor:
     """The drafter over all blocks of a batch in one forward -> hidden states [G * M, B, H]."""
     groups, length = batch.tokens.shape
     positions = torch.arange(length, device=batch.tokens.device).expand(groups, -1)
-    layers = model.keys_values(model.context_features(batch.taps), positions)
+    kind = batch.taps.device.type
+    # Stored states are bfloat16; without autocast the weights decide.
+    taps = batch.taps if torch.is_autocast_enabled(kind) else batch.taps.to(model.fc.weight.dtype)
+    layers = model.keys_values(model.context_features(taps), positions)
     context = SharedContext(model.config, layers, batch.anchors)
     tokens, places = model.block_inputs(batch.tokens.gather(1, batch.anchors).flatten(), batch.anchors.flatten())
     tokens = torch.where(batch.keep.flatten()[:, None], tokens, model.config.mask_token_id)

@@ -46,8 +46,10 @@ def drafter_config(
     markov_rank: int = 32,
     block_size: int = 7,
 ) -> DSparkConfig:
-    """The shape of a Qwen3-style drafter for a target with this text config.
+    """The shape of a Qwen3-style drafter for a target with this text config, whatever the target's family.
 
+    A soft cap on the target's logits is left out of the drafter and of what it is trained towards: greedy drafts do not
+    depend on it.
     taps: layer ids, or how many to spread. kv_heads: as many as the target has query heads by default: the target's few
     value heads are too narrow for features of all its depths.
     """
@@ -62,7 +64,7 @@ def drafter_config(
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        head_dim=_head_dim(text) or text.hidden_size // heads,
         vocab_size=text.vocab_size,
         taps=spread_taps(depth, taps) if isinstance(taps, int) else tuple(taps),
         num_target_layers=depth,
@@ -76,6 +78,14 @@ def drafter_config(
         rms_norm_eps=text.rms_norm_eps,
         max_positions=text.max_position_embeddings,
     )
+
+
+def _head_dim(text: Any) -> int | None:
+    """The target's head width, if it has one for all layers and says so."""
+    try:
+        return text.head_dim
+    except (AttributeError, RuntimeError, ValueError):  # transformers refuses to name one where layers differ
+        return None
 
 
 def new_drafter(config: DSparkConfig, target: Any, *, samples: Tensor | None = None, seed: int = 0) -> DSparkModel:

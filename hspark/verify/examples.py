@@ -13,15 +13,16 @@ from hspark.sampling import SamplingMode, SamplingState, target_log_probs
 from hspark.verify.exact import Sizing
 from hspark.verify.world import World, tree_size
 
-# (V, N, K, L, R) of random worlds. N > K or N > K + 1 everywhere, so that outputs cross the end of a chain.
+# (V, N, K, L, R) of random worlds. N > K + 1 everywhere: even after a model chain that is accepted whole and its bonus
+# token, at least one token comes from a later step.
 SHAPES = (
     (3, 4, 2, 3, 1),
-    (2, 5, 3, 4, 1),
-    (4, 3, 1, 2, 1),
-    (3, 4, 2, 1, 1),
     (2, 4, 2, 3, 2),
+    (2, 5, 3, 4, 1),
     (3, 3, 1, 2, 2),
+    (4, 3, 1, 2, 1),
     (2, 3, 1, 2, 3),
+    (3, 4, 2, 1, 1),
 )
 
 

@@ -141,7 +141,7 @@ def _worse(report: Report, distance: float, seed: int) -> Report:
 
 
 def _couple(
-    report: Report, world: World, judge: Verifier, chosen: Policy, options: dict[str, Any], seed: int, copies: int = 500
+    report: Report, world: World, judge: Verifier, chosen: Policy, options: dict[str, Any], seed: int, copies: int = 200
 ) -> Report:
     """Compares with plain decoding, seed by seed; for this package's verifier also under every finite noise."""
     sampler = Sampler(world, judge, chosen, **options)

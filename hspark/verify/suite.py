@@ -104,10 +104,10 @@ def find_bias(
     Nothing is sampled: a total variation is proof enough. The report is that of the worst batch of worlds.
     """
     worst = check(verifier, policy, examples=examples, sampled=0, seed=seed, **options)
-    for start in range(seed + examples, seed + examples + limit, 50):
+    for start in range(seed + examples, seed + examples + limit, 5):
         if (worst.worst_total_variation or 0.0) > bias:
             break
-        found = check(verifier, policy, examples=50, sampled=0, seed=start, shapes=SHAPES[:1], **options)
+        found = check(verifier, policy, examples=5, sampled=0, seed=start, shapes=SHAPES[:1], **options)
         if (found.worst_total_variation or 0.0) > (worst.worst_total_variation or 0.0):
             worst = found
     return worst

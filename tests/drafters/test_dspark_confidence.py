@@ -105,9 +105,12 @@ def test_a_curve_of_little_evidence_stays_finite(chains: int, mode: int) -> None
         assert curve == ProbabilityCurve()
 
 
-def test_the_default_curve_is_the_probability_itself() -> None:
+def test_the_curve_is_the_sigmoid_of_a_shifted_logit() -> None:
     log_prob = torch.tensor([-20.0, -1.0, -0.1, -1e-3])
-    torch.testing.assert_close(ProbabilityCurve()(log_prob), log_prob.exp(), rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(ProbabilityCurve(0.0, 1.0)(log_prob), log_prob.exp(), rtol=1e-4, atol=2e-6)
+    default = ProbabilityCurve()
+    odds = math.exp(1.1) * 0.5 / (1 - 0.5)  # the default multiplies the odds of acceptance by exp(1.1), about 3
+    assert float(default(torch.tensor(math.log(0.5)))) == pytest.approx(odds / (1 + odds))
     assert bool(log_odds(torch.tensor([0.0, -1e9])).isfinite().all())
 
 
@@ -153,7 +156,7 @@ def test_a_saved_calibration_is_applied(tmp_path: Path) -> None:
 def test_a_saved_curve_is_applied_to_a_drafter_without_the_head(tmp_path: Path) -> None:
     headless = {"confidence_head": False, "confidence_with_markov": False}
     path = save_model(random_model(tiny_config(**headless)), tmp_path)
-    plain = acceptance(path)
+    plain = acceptance(path, calibration=Calibration(curve=ProbabilityCurve(0.0, 1.0)))
     Calibration(curve=ProbabilityCurve(-0.5, 0.8)).save(path)
     torch.testing.assert_close(acceptance(path), (-0.5 + 0.8 * torch.logit(plain)).sigmoid(), rtol=1e-4, atol=1e-5)
 
@@ -173,4 +176,4 @@ def test_a_damaged_calibration_is_refused_by_name(content: str, tmp_path: Path) 
 def test_saved_calibrations_are_plain_json(tmp_path: Path) -> None:
     Calibration((1.5,)).save(tmp_path)
     values = json.loads((tmp_path / "confidence.json").read_text())
-    assert values == {"temperatures": [1.5], "curve": {"intercept": 0.0, "slope": 1.0}}
+    assert values == {"temperatures": [1.5], "curve": {"intercept": 1.1, "slope": 1.0}}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hspark.core import RowState
+from hspark.drafters.confidence import ProbabilityCurve
 from hspark.drafters.dspark import DSparkDrafter
 from hspark.drafters.dspark_context import BufferContext, LayerKV, SharedContext, buffer_masks
 from hspark.sampling import SamplingMode
@@ -111,7 +112,7 @@ def test_greedy_path(replay: Replay) -> None:
         close(chain.survival, replay["confidence_logits"].sigmoid().cumprod(1), "survival")
     else:
         top = replay["corrected_logits"].softmax(-1).amax(-1)
-        close(chain.acceptance, top, "acceptance of a drafter without a confidence head")
+        close(chain.acceptance, ProbabilityCurve()(top.log()), "acceptance of a drafter without a confidence head")
 
 
 def test_forced_path(replay: Replay) -> None:

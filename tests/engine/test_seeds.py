@@ -21,7 +21,7 @@ from tests.fixtures import FLAT, MILD, STAIRS, STEEP, ScriptedTarget, build_engi
 from tests.plain import model_law, plain_decode, random_law
 from tests.tiny import VOCAB, tiny_llama
 
-TOKENS = 18
+TOKENS = 14
 TEMPERATURES = (0.8, 0.3, 1.5, 0.0)
 
 

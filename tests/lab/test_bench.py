@@ -156,6 +156,30 @@ def test_report_is_json_and_names_its_circumstances(report: BenchReport) -> None
     ]
 
 
+def test_model_drafter_arms(tmp_path: Path) -> None:
+    """The target drafts for itself, so every model draft is accepted; each arm has buffers of its own."""
+    path = save_tiny_target(tmp_path / "tiny")
+    target = load_tiny_target(path)
+    samples = [Sample(f"s{i}", [{"role": "user", "content": text}]) for i, text in enumerate(("abc", "the the"))]
+    arms = ("vanilla", "ngram_only", "model_only:all", "proposed:all", "proposed")
+    settings = BenchSettings(arms=arms, batch_sizes=(1, 2), max_new_tokens=18, cost=COST, drafter=str(path))
+    drafter = settings.open_drafter("float32", "cpu")
+    report = run_bench(target, encode_samples(samples, target), settings, drafter=drafter)
+    for batch in report.batches:
+        assert [(arm.compared, arm.different) for arm in batch.arms] == [(2, 0)] * 5
+        for name in arms[2:]:
+            arm = batch.arm(name)
+            assert arm.drafters["draft_model"].verified > 0
+            assert set(arm.drafters["draft_model"].acceptance_by_position) <= {1.0, None}
+        model_only = batch.arm("model_only:all")
+        assert model_only.drafters.keys() == {"draft_model"}
+        assert number(model_only.acceptance_length) == 6.0
+        assert number(batch.arm("proposed:all").acceptance_length) >= 6.0
+    assert [(cost["batch_size"], cost["drafters"]) for cost in report.header["costs"]] == [
+        (size, names) for size in (1, 2) for names in (["ngram"], ["draft_model"], ["draft_model", "ngram"])
+    ]
+
+
 def test_sampled_outputs_are_equal_with_coupled_verification() -> None:
     settings = BenchSettings(
         arms=("vanilla", "ngram_only:all", "transformers"), max_new_tokens=16, temperature=1.0, seed=3, cost=COST
@@ -262,7 +286,6 @@ def test_arm_names() -> None:
         ({"drafting": "wild"}, "drafting='wild' is unknown"),
         ({"estimator": "none-such"}, "estimator='none-such' is neither a file nor a preset"),
         ({"cost": "/no/such/file"}, "cost file '/no/such/file' cannot be read"),
-        ({"drafter": "/no/such/drafter"}, "/no/such/drafter"),
         ({"budget_delay": -1}, "budget_delay=-1"),
     ],
 )

@@ -32,7 +32,7 @@ def table() -> list[Cell]:
 
 
 def test_the_table_is_complete_and_every_claim_holds(table: list[Cell]) -> None:
-    """Total variation below 1e-10 in all examples of the cells that claim exactness, above 0.01 in one of the others."""
+    """Total variation below 1e-10 in all examples of the cells that claim exactness, 0.01 exceeded in the others."""
     assert len(table) == 9 * 9 + 1
     for cell in table:
         assert cell.holds, cell

@@ -59,6 +59,7 @@ def write_gguf(path: Path, model: Any = None, tokenizer: bool = True) -> Path:
         writer.add_token_list(sorted(vocab, key=vocab.__getitem__))
         writer.add_token_types([gguf.TokenType.NORMAL] * (TOY_VOCAB - 1) + [gguf.TokenType.CONTROL])
         writer.add_token_merges([" ".join(pair) for pair in MERGES])
+        writer.add_bos_token_id(TOY_EOS)
         writer.add_eos_token_id(TOY_EOS)
         writer.add_eot_token_id(END_OF_TURN)
     for name, value in _tensors(model).items():

@@ -15,7 +15,7 @@ TAPS = (-1, 0, 1)
 
 
 def tiny_outputs(count: int = 12, seed: int = 0, length: int = 24) -> list[RecordedOutput]:
-    """Random sequences in which every token follows from the one before it, so that a drafter has something to learn."""
+    """Sequences in which every token follows from the one before it, so that a drafter has something to learn."""
     generator = torch.Generator().manual_seed(seed)
     successor = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(99))
     outputs = []
