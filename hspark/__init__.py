@@ -1,9 +1,9 @@
 """hspark: hybrid speculative decoding in plain PyTorch.
 
-    from hspark import HybridSpeculator, SamplingParams
+from hspark import HybridSpeculator, SamplingParams
 
-    speculator = HybridSpeculator.from_pretrained("smollm2-135m")
-    outputs = speculator.generate("Write a function that adds two numbers.", SamplingParams(max_new_tokens=64))
+speculator = HybridSpeculator.from_pretrained("smollm2-135m")
+outputs = speculator.generate("Write a function that adds two numbers.", SamplingParams(max_new_tokens=64))
 """
 
 from hspark.config import EngineConfig, SamplingParams

@@ -93,6 +93,7 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.in_flight: deque[InFlight] = deque()
         self.void_before = [0] * target.rows  # outcomes of earlier steps do not count for that row
+        self.suspended: set[int] = set()  # rows that take one step without drafts, see _scrub
         self.step_number = 0
         self.decision = BudgetDecision(0, 0.0, 0.0, 0.0)
         self.slots_verified = 0
@@ -121,7 +122,8 @@ class Engine:
                 f"prompt has {len(prompt)} tokens, which leaves no room in max_length={self.capacity}; "
                 f"use at most {self.capacity - 1} tokens, or a larger max_length"
             )
-        for name, ids in (("prompt", prompt), ("logit_bias", params.logit_bias or ())):
+        named = {"prompt": prompt, "logit_bias": params.logit_bias or (), "stop_token_ids": params.stop_token_ids}
+        for name, ids in named.items():
             bad = [i for i in ids if not 0 <= i < vocab]
             if bad:
                 raise ValueError(f"{name} holds token id {bad[0]}; the target's ids are 0 to {vocab - 1}")
@@ -175,6 +177,7 @@ class Engine:
         self.rows.prompt_length[row] = len(prompt)
         self.rows.limit[row] = min(len(prompt) + params.max_new_tokens, self.capacity)
         self.speculate[row] = params.speculate
+        self.suspended.discard(row)
         sampling = self.rows.sampling
         values = {name: getattr(params, name) for name in SamplingState._fields if name not in ("seed", "bias")}
         for name, value in {**values, "seed": request.seed}.items():
@@ -307,30 +310,40 @@ class Engine:
         for row, request in enumerate(flight.owners):
             if request is None or flight.step < self.void_before[row]:
                 continue
-            if not request.done:
-                self._deliver(row, request, {name: values[row] for name, values in lists.items()}, logprobs)
-            if lists["sound"][row] <= self.device_step.width:
+            if lists["failed"][row] and (request.done or lists["kept"][row]):
                 self._scrub(row)
+            elif lists["failed"][row]:
+                self._fail(row, request)
+            elif not request.done:
+                self._deliver(row, request, {name: values[row] for name, values in lists.items()}, logprobs)
+
+    def _fail(self, row: int, request: Request) -> None:
+        at = len(request.prompt) + len(request.token_ids)
+        request.finish("error", f"the target's logits for position {at} hold NaN or infinity; the request was ended")
+        self._release(row)
+        self._scrub(row)
 
     def _scrub(self, row: int) -> None:
-        """Zeroes what a NaN may have left in a row's keys and values: even where masked, it would poison a weighted sum.
+        """Zeroes what NaNs may have left in a row's keys and values: even where masked, they poison a weighted sum.
 
-        What the row's present owner has been told stays. Steps in flight may have read the rest: they are void, and the
-        owner, who may be another request than the one that met the NaN, goes on from its newest delivered token.
+        What the row's present owner has been told stays. A step that failed with drafts, or for a request that has
+        ended, says nothing about that owner: it repeats from its newest token, without drafts, all that is in flight.
         """
         owner, valid = self.owners[row], 0
-        if owner is not None and self._ready(owner):
-            valid = len(owner.prompt) + len(owner.token_ids) - 1
-            self.rows.length[row] = valid + 1
-        elif owner is not None:
+        if owner is not None:
+            self.suspended.add(row)
+            self.speculate[row] = False
             valid = owner.prefilled
+            if self._ready(owner):
+                valid = len(owner.prompt) + len(owner.token_ids) - 1
+                self.rows.length[row] = valid + 1
         self.target.buffers.clear(row, valid)
         self.void_before[row] = self.step_number
 
     def _deliver(self, row: int, request: Request, seen: dict[str, Any], logprobs: list[list[float]] | None) -> None:
         limit = min(len(request.prompt) + request.params.max_new_tokens, self.capacity) - len(request.prompt)
-        delivered, sound = 0, min(seen["count"], seen["sound"])
-        for slot in range(sound):
+        delivered = 0
+        for slot in range(seen["count"]):
             value = logprobs[row][slot] if logprobs is not None and request.params.logprobs else None
             last = len(request.token_ids) + 1 >= limit
             delivered += 1
@@ -340,11 +353,9 @@ class Engine:
         accepted = max(0, min(delivered - 1, seen["accepted"]))
         request.count_step(self.names, seen["chain_sources"], seen["drafted"], seen["kept"], accepted, seen["reason"])
         self.slots_verified += seen["kept"]
-        if sound < seen["count"] and not request.done:
-            at = len(request.prompt) + len(request.token_ids)
-            request.finish(
-                "error", f"the target's logits for position {at} hold NaN or infinity; the request was ended"
-            )
+        if row in self.suspended:
+            self.suspended.discard(row)
+            self.speculate[row] = request.params.speculate
         if request.done:
             request.metrics.tokens = len(request.token_ids)
             if self.owners[row] is request:

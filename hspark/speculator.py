@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class HybridSpeculator:
             budget_delay=self.config.budget_delay,
             run_ahead=int(target.device.type != "cpu") if run_ahead is None else run_ahead,
             prefill_tokens=self.config.prefill_tokens,
-            eos_token_ids=_eos(model) if eos_token_ids is None else eos_token_ids,
+            eos_token_ids=_eos(model, tokenizer) if eos_token_ids is None else eos_token_ids,
             tokenizer=tokenizer,
             lossy=lossy,
             compiler=_compiler(self.config.compile),
@@ -166,20 +167,28 @@ class HybridSpeculator:
             if self.tokenizer is None:
                 raise ValueError("prompt is a string, but this target has no tokenizer; use a list of token ids")
             return list(self.tokenizer(prompt)["input_ids"])
-        items: list[Any] = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+        items = _items("prompt", prompt)
         if items and all(isinstance(item, dict) for item in items):
             return self._encode_messages(items)
         for item in items:
-            if isinstance(item, bool) or not isinstance(item, int):
+            if isinstance(item, bool) or not isinstance(item, Integral):
                 raise ValueError(f"prompt holds {item!r}; use a string, token ids, or a list of chat messages")
-        return items
+        return [int(item) for item in items]
 
     def _encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
                 "prompt is a list of chat messages, but this target has no chat template; use a string or token ids"
             )
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        for message in messages:
+            if "role" not in message:
+                raise ValueError(
+                    f"prompt holds the message {message!r}; use messages with the keys 'role' and 'content'"
+                )
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template may refuse with any exception
+            raise ValueError(f"prompt={messages!r} does not fit this target's chat template: {error}") from error
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     # -- decoding ------------------------------------------------------------------------------------------------
@@ -193,16 +202,12 @@ class HybridSpeculator:
     ) -> list[RequestOutput]:
         """Decodes one prompt or a list of them, up to max_batch_size at once; returns a list in the same order.
 
-        params: one SamplingParams for all, or one for each. All prompts are checked before any work starts. A request
-        that fails on the way has finish_reason "error"; the others go on.
+        params: one SamplingParams for all, or one for each. All prompts are checked before any work starts; an empty
+        list is refused, as it might be meant as a prompt. A request that fails on the way has finish_reason "error";
+        the others go on.
         """
-        batch: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(batch)
-        else:
-            each = list(params)
-        if len(each) != len(batch):
-            raise ValueError(f"params has {len(each)} entries for {len(batch)} prompts; use one, or one for each")
+        batch = _batch(prompts)
+        each = _each(params, len(batch))
         encoded = [self.encode(prompt) for prompt in batch]
         for ids, own in zip(encoded, each, strict=True):
             self.engine.check(ids, own)
@@ -225,12 +230,15 @@ class HybridSpeculator:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Decodes one prompt, yielding what became certain after every step. Closing the iterator cancels the request.
 
-        Several streams may be open at once; each advances all of them.
+        The prompt is checked at once, the request starts with the first chunk asked for. Several streams may be open at
+        once; each advances all of them.
         """
-        request = self.engine.submit(self.encode(prompt), params or SamplingParams())
-        return self._stream(request)
+        ids, (own,) = self.encode(prompt), _each(params, 1)
+        self.engine.check(ids, own)
+        return self._stream(ids, own)
 
-    def _stream(self, request: Request) -> Iterator[StreamChunk]:
+    def _stream(self, prompt: list[int], params: SamplingParams) -> Iterator[StreamChunk]:
+        request = self.engine.submit(prompt, params)
         shown = tokens = 0
         try:
             while True:
@@ -319,18 +327,43 @@ def _check_length(max_length: int, model: Any) -> None:
         raise ValueError(f"max_length={max_length} is more than this model's {known} positions; use at most {known}")
 
 
-def _eos(model: Any) -> tuple[int, ...]:
-    """End-of-sequence ids of a model given as an object: those of its generation config, else of its config."""
-    for holder in (getattr(model, "generation_config", None), model.config):
+def _eos(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """End-of-sequence ids of a model given as an object: those of its generation config, its config, its tokenizer."""
+    found: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         value = getattr(holder, "eos_token_id", None)
-        if value is not None:
-            return tuple(value) if isinstance(value, list | tuple) else (int(value),)
-    return ()
+        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return tuple(sorted(found))
 
 
-def _is_single(prompts: Any) -> bool:
+def _items(name: str, value: Any) -> list[Any]:
+    """The entries of a list, tuple, range, tensor or array."""
+    items = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(items, str) or not isinstance(items, Sequence):
+        raise ValueError(f"{name}={value!r} is not usable; use a string, token ids, or a list of chat messages")
+    return list(items)
+
+
+def _batch(prompts: Any) -> list[Any]:
+    """A list of prompts, also where one prompt is given."""
     if isinstance(prompts, str):
-        return True
-    if isinstance(prompts, torch.Tensor):
-        return prompts.dim() == 1
-    return len(prompts) > 0 and all(isinstance(item, int | dict) for item in prompts)
+        return [prompts]
+    items = _items("prompts", prompts)
+    if not items:
+        raise ValueError("prompts is empty; use a prompt, or a list of at least one")
+    return [items] if all(isinstance(item, Integral | dict) for item in items) else items
+
+
+def _each(params: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams for each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    each = list(params) if isinstance(params, Sequence) else [params]
+    for own in each:
+        if not isinstance(own, SamplingParams):
+            raise ValueError(
+                f"params holds {own!r}; use SamplingParams, one for all prompts or a list with one for each"
+            )
+    if len(each) != count:
+        raise ValueError(f"params has {len(each)} entries for {count} prompts; use one, or one for each")
+    return each

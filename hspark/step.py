@@ -17,7 +17,7 @@ from hspark.drafters.base import Drafter
 from hspark.policy import Policy, allocate
 from hspark.sampling import SamplingMode, TokenCounts, process_logits, target_log_probs
 from hspark.target import CausalTarget
-from hspark.verify import Layout, Seeds, Verdict, Verifier, pack
+from hspark.verify import Seeds, Verdict, Verifier, pack
 
 
 class Shape(NamedTuple):
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
     drafted, kept, accepted: int64 [R] length of the chain, slots verified, slots accepted.
     chain_sources: int64 [R, W] who drafted each slot.   reason: int64 [R] REASON_* code of the policy.
     survival: float32 [R, W] of the kept chain, from which later steps are sized.
-    sound:    int64 [R] leading slots of the row whose logits are finite; W + 1 where no slot held NaN or infinity.
+    failed:   bool [R] the target's logits held NaN or infinity in a slot of this row.
     logprobs: float32 [R, W + 1] the target's own log-probability of each committed token, or None if nobody asked.
     """
 
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
     chain_sources: Tensor
     reason: Tensor
     survival: Tensor
-    sound: Tensor
+    failed: Tensor
     logprobs: Tensor | None
 
 
@@ -146,6 +146,8 @@ class DecodeStep:
             law = process_logits(logits, state, mode, counts) if mode.penalties or mode.bias else logits
         seeds = Seeds(rows.sampling.seed, anchor)
         verdict = self.verifier(law, layout, chain, kept, seeds, greedy=not mode.sampled)
+        broken = ~logits.amax(dim=-1).isfinite() & layout.valid
+        failed = torch.zeros_like(anchor).index_add(0, layout.row, broken.to(anchor.dtype)) > 0
         tokens, count = commit(rows, chain, verdict, running)
         slots = torch.arange(chain.width + 1, device=count.device)
         chain_sources = torch.zeros_like(chain.tokens) if chain.source is None else chain.source
@@ -161,7 +163,7 @@ class DecodeStep:
             chain_sources=chain_sources,
             reason=torch.zeros_like(count) if chain.reason is None else chain.reason,
             survival=chain.survival,
-            sound=sound_slots(logits, layout, chain.width, anchor.shape[0]),
+            failed=failed,
             logprobs=token_log_probs(logits, layout.index, tokens) if logprobs else None,
         )
 
@@ -203,13 +205,6 @@ def count_tokens(rows: RowState, chain: Chain, row: Tensor, offset: Tensor, voca
     drafts = torch.arange(chain.width, device=row.device) < offset[:, None]
     in_output = in_output.scatter_add(1, chain.tokens[row], drafts.float())
     return TokenCounts(blank.scatter_add(1, text, prompt.float())[row] > 0, in_output)
-
-
-def sound_slots(logits: Tensor, layout: Layout, width: int, batch: int) -> Tensor:
-    """int64 [B]: leading slots of each row before the first whose logits [T, V] hold NaN or +inf; width + 1 if none."""
-    broken = ~logits.amax(dim=-1).isfinite() & layout.valid
-    place = torch.where(broken, layout.offset, width + 1)
-    return place.new_full((batch,), width + 1).scatter_reduce(0, layout.row, place, "amin")
 
 
 def token_log_probs(logits: Tensor, index: Tensor, tokens: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from hspark.sampling import (
     SamplingMode,
     SamplingState,
     TokenCounts,
+    argmax,
     gumbel_noise,
     process_logits,
     slot_key,
@@ -325,6 +326,18 @@ def test_greedy_is_the_lowest_id_among_the_best(values: list[int], temperature: 
     for mode in (SamplingMode(), SamplingMode(sampled=True), FULL):
         law = target_log_probs(logits, _state(1, temperature=temperature, top_k=2, top_p=0.5), mode)
         assert law[0].exp().tolist() == [float(i == values.index(max(values))) for i in range(len(values))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_argmax_is_the_lowest_of_equals_at_any_width(dtype: torch.dtype) -> None:
+    """Ties that lie in different lanes of a vectorised reduction included; a NaN counts as the largest."""
+    generator = torch.Generator().manual_seed(0)
+    for width in (1, 7, 64, 1000, 49_152):
+        scores = torch.randint(-3, 2, (20, width), generator=generator).to(dtype)
+        for row, found in zip(scores.tolist(), argmax(scores).tolist(), strict=True):
+            assert found == row.index(max(row))
+        scores[:, width // 2] = math.nan
+        assert argmax(scores).tolist() == [width // 2] * 20
 
 
 def test_one_threshold_decides_what_is_greedy() -> None:

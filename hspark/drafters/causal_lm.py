@@ -22,6 +22,7 @@ from hspark.sampling import (
     STREAM_DRAFT,
     SamplingMode,
     TokenCounts,
+    argmax,
     gumbel_noise,
     process_logits,
     slot_key,
@@ -137,13 +138,13 @@ class CausalLMDrafter:
         """The token [R] of one slot, and the law [R, V] that it was drawn from (the logits where it was not drawn)."""
         if not sampled:
             processed = process_logits(logits, rows.sampling, mode, counts)
-            return processed.nan_to_num().max(dim=-1).indices, logits
+            return argmax(processed.nan_to_num()), logits
         law = target_log_probs(logits, rows.sampling, mode, counts)
         if self.noise == "coupled":
             noise = gumbel_noise(rows.sampling.seed, anchor + 1 + slot, self.target_vocab, STREAM_COUPLED)
         else:
             noise = gumbel_noise(rows.sampling.seed, slot_key(anchor, slot), self.target_vocab, STREAM_DRAFT)
-        return (law + noise).nan_to_num(nan=0.0).max(dim=-1).indices, law
+        return argmax((law + noise).nan_to_num(nan=0.0)), law
 
     def _catch_up(self, rows: RowState, anchor: Tensor) -> Tensor:
         """Processes the newest `catch_up` committed tokens of every row; returns the logits [R, V] after the anchor."""

@@ -34,6 +34,7 @@ from hspark.sampling import (
     STREAM_DRAFT,
     SamplingMode,
     TokenCounts,
+    argmax,
     gumbel_noise,
     process_logits,
     slot_key,
@@ -230,12 +231,12 @@ class DSparkDrafter:
                 tops.append(logits.amax(dim=-1).float() - logits.float().logsumexp(dim=-1))
             if sampled:
                 law = target_log_probs(self._in_target_ids(logits), rows.sampling, mode, counts)
-                token = (law + self._noise(rows, anchor, slot)).argmax(dim=-1)
+                token = argmax(law + self._noise(rows, anchor, slot))
                 laws.append(law)
             elif mode.bias or mode.penalties:
-                token = process_logits(self._in_target_ids(logits), rows.sampling, mode, counts).argmax(dim=-1)
+                token = argmax(process_logits(self._in_target_ids(logits), rows.sampling, mode, counts))
             else:
-                token = model.to_target(logits.max(dim=-1).indices)  # far faster than argmax on a CPU
+                token = model.to_target(argmax(logits))
             if counts is not None:
                 counts = _count(counts, token)
             tokens.append(token)

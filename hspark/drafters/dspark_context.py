@@ -68,8 +68,8 @@ class SharedContext:
         near = torch.einsum("gkmsqd,gkmtd->gkmsqt", grouped, own_key.to(grouped.dtype))
         near = near.masked_fill(~self.block_mask[window], float("-inf"))
         columns = keys.shape[2]
-        # One softmax over both parts, in their own type (it accumulates in float32), then split: the gradient of a split
-        # is one concatenation, that of two slices is two zero-padded copies.
+        # One softmax over both parts, in their own type (it accumulates in float32), then a split: its gradient
+        # is one concatenation, that of two slices would be two zero-padded copies.
         weights = torch.cat((far, near), dim=-1).softmax(dim=-1).to(values.dtype)
         to_context, to_block = weights.split((columns, block), dim=-1)
         out = to_context.reshape(self.groups, kv, -1, columns) @ values

@@ -33,4 +33,6 @@ def _is_causal_lm(path: Path) -> bool:
     except (OSError, ValueError):
         return False  # the DSpark reader says what is wrong with it
     names = config.get("architectures") if isinstance(config, dict) else None
-    return isinstance(names, list) and bool(names) and all(isinstance(name, str) and name.endswith("ForCausalLM") for name in names)
+    if not isinstance(names, list) or not names:
+        return False
+    return all(isinstance(name, str) and name.endswith("ForCausalLM") for name in names)

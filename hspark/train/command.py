@@ -34,7 +34,7 @@ is trained for ten minutes and exported to run/drafter. What it is worth is prin
 that were held out: 1 is nothing. To see it at work: hspark bench --drafter run/drafter
 
 in earnest:
-  hspark train --folder run --outputs outputs.jsonl.gz --optimizer muon --matrix-lr 3e-3 --hours 12
+  hspark train --folder run --outputs outputs.jsonl.gz --early-slots 4 --early-steps 200 --hours 12 --fuse
   hspark train --folder run                    # goes on where the run stopped, with the settings it was started with
   torchrun --nproc-per-node 2 -m hspark train --folder run --outputs outputs.jsonl.gz
 
@@ -73,9 +73,11 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=default.steps, metavar="N", help=f"optimiser steps (default: {default.steps})")
     add("--minutes", type=float, default=0.0, metavar="M", help="stop training after so long (default: by steps alone)")
     add("--hours", type=float, default=0.0, metavar="H", help="the same in hours")
-    add("--optimizer", default=default.optimizer, help="adamw or muon (default: adamw)")
+    add("--optimizer", default=default.optimizer, help=f"adamw or muon (default: {default.optimizer})")
     add("--lr", type=float, default=default.lr, help=f"learning rate of AdamW (default: {default.lr})")
     add("--matrix-lr", type=float, default=default.matrix_lr, help=f"of Muon (default: {default.matrix_lr})")
+    add("--early-slots", type=int, default=0, metavar="N", help="start with blocks of N slots, which are cheaper ...")
+    add("--early-steps", type=int, default=0, metavar="N", help="... for so many steps (default: 0)")
     add("--schedule", default=default.schedule, help="constant or cosine (default: constant)")
     add("--warmup", type=int, default=default.warmup, metavar="N", help=f"steps (default: {default.warmup})")
     add("--sequences", type=int, default=default.sequences, metavar="N", help="per step and process (default: 8)")
@@ -175,12 +177,23 @@ def _config(options: argparse.Namespace) -> TrainConfig:
         weights=LossWeights(
             ce=options.ce, l1=options.l1, soft=options.soft, confidence=options.confidence, gamma=options.gamma
         ),
+        block_schedule=_blocks(options),
         vocabulary=options.vocabulary,
         common=options.common,
         ema=options.ema,
         seed=options.seed,
         compiled=options.fuse,
     )
+
+
+def _blocks(options: argparse.Namespace) -> tuple[tuple[int, int], ...]:
+    """The block schedule; later slots hardly matter while early drafts are still wrong."""
+    early, steps, block = options.early_slots, options.early_steps, options.block_size
+    if not steps:
+        return ()
+    if not 1 <= early <= block:
+        raise ValueError(f"early_slots={early} with early_steps={steps}; use 1 to {block} slots (block_size)")
+    return ((0, early), (steps, block))
 
 
 def _prepare(options: argparse.Namespace, folder: Path, target: LoadedTarget) -> FeatureStore:

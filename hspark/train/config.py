@@ -25,17 +25,17 @@ class TrainConfig:
     sequences: int = 8
     micro_batch: int = 4
     anchors: int = 128
-    optimizer: str = "adamw"
+    optimizer: str = "muon"
     lr: float = 1.5e-3
-    matrix_lr: float = 1e-2
+    matrix_lr: float = 3e-3
     schedule: str = "constant"
-    warmup: int = 100
+    warmup: int = 20
     clip: float = 1.0
-    weights: LossWeights = field(default_factory=lambda: LossWeights(ce=1.0, l1=0.1, confidence=0.1))
+    weights: LossWeights = field(default_factory=lambda: LossWeights(ce=0.3, l1=0.1, soft=1.0, confidence=0.1))
     vocabulary: int = 6144
     common: int = 4096
     block_schedule: tuple[tuple[int, int], ...] = ()
-    ema: float = 0.999
+    ema: float = 0.98
     seed: int = 0
     held_out: float = 0.04
     compiled: bool = False

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from hspark.config import SamplingParams
 from hspark.models import LoadedTarget
@@ -28,17 +29,21 @@ def generate_outputs(
 
     A share of `sampled_share` is answered at T = 1, the rest greedily; which ones depends on the seed and the task id.
     Lines hold task_id, prompt, temperature, prompt_token_ids and output_token_ids. Prompts that leave no room for the
-    answer in `max_length` tokens are passed over. progress(done, total) in prompts. Returns `path`.
+    answer in `max_length` tokens (or in the target's context, if that is shorter) are passed over. Returns `path`.
+    progress(done, total) in prompts. The target cannot be called directly any more: the engine has taken it over.
     """
     if not 0 <= sampled_share <= 1:
         raise ValueError(f"sampled_share={sampled_share!r}; use a share from 0 to 1")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    model: Any = target.model
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
+    max_length = min(max_length, limit)
     known = set()
     if path.exists():
         known = {json.loads(line)["task_id"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()}
     speculator = HybridSpeculator(
-        target.model,
+        model,
         target.tokenizer,
         name=target.name,
         eos_token_ids=target.eos_token_ids,

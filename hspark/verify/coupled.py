@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from hspark.core import Chain
-from hspark.sampling import STREAM_COUPLED, gumbel_noise
+from hspark.sampling import STREAM_COUPLED, argmax, gumbel_noise
 from hspark.verify.base import Seeds, Verdict, match_prefix
 from hspark.verify.layout import Layout
 
@@ -39,4 +39,4 @@ class CoupledVerifier:
         if not greedy:
             position = seeds.anchor[layout.row] + 1 + layout.offset
             log_probs = log_probs + self.noise(seeds.seed[layout.row], position, log_probs.shape[-1], STREAM_COUPLED)
-        return match_prefix(log_probs.argmax(dim=-1), layout, chain, kept)
+        return match_prefix(argmax(log_probs), layout, chain, kept)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hspark.core import Chain
-from hspark.sampling import STREAM_ACCEPT, STREAM_RECOVER, gumbel_noise, slot_key, uniform_noise
+from hspark.sampling import STREAM_ACCEPT, STREAM_RECOVER, argmax, gumbel_noise, slot_key, uniform_noise
 from hspark.verify.base import Seeds, Verdict, count_prefix, match_prefix, open_slots
 from hspark.verify.layout import Layout
 
@@ -36,7 +36,7 @@ class RejectionVerifier:
     ) -> Verdict:
         """See `Verifier`. chain.log_probs may cover only the first slots of the chain, if the rest are point masses."""
         if greedy:  # no noise: both the accept rule and the residual reduce to comparing with the argmax
-            return match_prefix(log_probs.argmax(dim=-1), layout, chain, kept)
+            return match_prefix(argmax(log_probs), layout, chain, kept)
         slot = torch.arange(chain.width, device=kept.device)
         uniform = uniform_noise(seeds.seed[:, None], slot_key(seeds.anchor[:, None], slot), self.accept_stream)
         # NaN compares false: a slot without a valid probability is rejected.
@@ -47,7 +47,7 @@ class RejectionVerifier:
         rejected = accepted < torch.minimum(kept, chain.length)
         law = torch.where(rejected[:, None], self.residual_log_probs(stop, chain, accepted), stop)
         noise = gumbel_noise(seeds.seed, slot_key(seeds.anchor, accepted), law.shape[-1], self.recover_stream)
-        return Verdict(accepted, (law + noise).argmax(dim=-1))
+        return Verdict(accepted, argmax(law + noise))
 
     @staticmethod
     def accept_probs(log_probs: Tensor, layout: Layout, chain: Chain) -> Tensor:

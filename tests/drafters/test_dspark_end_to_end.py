@@ -152,3 +152,20 @@ def test_the_engine_shows_the_drafter_the_targets_own_states(family: str, folder
         again = drafter.propose(rows_of([text] * 8, MAX_LENGTH), GREEDY).tokens[found[0]]
         assert again.tolist() == fresh.propose(rows_of([text], MAX_LENGTH), GREEDY).tokens[0].tolist()
     assert len(rows) == 8
+
+
+def test_a_drafter_with_few_positions_leaves_long_rows_to_the_target(tmp_path: Path) -> None:
+    """Past its 16 positions it drafts nothing, the text stays exact, and the short row beside it goes on drafting."""
+    config = DSparkConfig(**{**COMMON, "max_positions": 16})
+    drafter = DSparkDrafter.from_pretrained(save_model(random_model(config), tmp_path))
+    target = CausalTarget(copy.deepcopy(target_model("llama")), 2, 64)
+    engine = build_engine(target, "model_only", model=drafter, budget="all")
+    requests = [([1, 2, 3], SamplingParams(max_new_tokens=57)), ([4], SamplingParams(max_new_tokens=8))]
+    long, short = serve(engine, requests)
+    law = model_law(target_model("llama"))
+    for output, (prompt, params) in zip((long, short), requests, strict=True):
+        assert output.token_ids == plain_decode(law, prompt, params).ids
+    # Anchors 2 .. 11 fit a block of 5 into 16 positions: at most 10 steps with drafts, one token or more each.
+    assert 0 < long.metrics.drafters["dspark"].drafted <= 10 * drafter.width
+    assert long.metrics.steps > 20
+    assert short.metrics.drafters["dspark"].drafted > 0

@@ -43,7 +43,13 @@ def plain(prompt: tuple[int, ...], cap: int) -> list[int]:
 
 
 def engine_for(
-    prompts: list[tuple[int, ...]], *, rows: int = 3, width: int = 7, right: Any = None, max_length: int = 64, **options: Any
+    prompts: list[tuple[int, ...]],
+    *,
+    rows: int = 3,
+    width: int = 7,
+    right: Any = None,
+    max_length: int = 64,
+    **options: Any,
 ) -> Any:
     """A scripted target, and a drafter that knows the outputs of `prompts` (two of three drafts right by default)."""
     rule = (lambda place, slot: (place + slot) % 3 != 0) if right is None else right
@@ -321,7 +327,9 @@ def test_any_schedule(data: st.DataObject) -> None:
         move = data.draw(st.sampled_from(["submit", "submit", "step", "step", "step", "cancel"]))
         if move == "submit":
             more = {"temperature": data.draw(st.sampled_from([0.0, 0.9])), "seed": len(requests)}
-            requests.append(engine.submit(list(data.draw(st.sampled_from(prompts))), greedy(data.draw(st.integers(1, 20)), **more)))
+            requests.append(
+                engine.submit(list(data.draw(st.sampled_from(prompts))), greedy(data.draw(st.integers(1, 20)), **more))
+            )
         elif move == "step":
             engine.step()
             check_state(engine)

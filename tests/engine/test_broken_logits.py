@@ -16,9 +16,10 @@ from tests.fixtures import PatternDrafter, ScriptedTarget, build_engine, finish,
 from tests.plain import Law, model_law, plain_decode, random_law
 from tests.tiny import VOCAB, tiny_llama
 
-V, POISON = 16, 7
+V, POISON = 16, 44
 RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1, 2])
-GREEDY = SamplingParams(max_new_tokens=24)
+ONE_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1])
+GREEDY = SamplingParams(max_new_tokens=14)
 
 
 def breaking(law: Law, prompt: tuple[int, ...], place: int, value: float = math.nan) -> Law:
@@ -70,7 +71,7 @@ def test_what_lies_behind_the_end_does_not_matter(run_ahead: int) -> None:
     law = random_law(V)
     prompt = (1, 2, 3)
     known = {prompt: plain_decode(law, prompt, GREEDY).ids}
-    stop = SamplingParams(max_new_tokens=24, stop_token_ids=(known[prompt][2],))
+    stop = SamplingParams(max_new_tokens=14, stop_token_ids=(known[prompt][2],))
     expected = plain_decode(law, prompt, stop)
     for place in range(len(expected.ids), 7):
         target = ScriptedTarget(breaking(law, prompt, place), V)
@@ -98,7 +99,7 @@ CLEAN = [(1, 2, 3), (4, 5), (9, 8, 9, 8, 9)]
 def known() -> dict[tuple[int, ...], list[int]]:
     law = model_law(model())
     outputs = {p: plain_decode(law, p, GREEDY).ids for p in CLEAN}
-    assert all(POISON not in ids[:-1] for ids in outputs.values())
+    assert all(len(ids) == 14 and POISON not in ids for ids in outputs.values())
     return outputs
 
 
@@ -109,7 +110,7 @@ def poisoned_engine(run_ahead: int, *, rows: int = 1, period: int = 4) -> Any:
     return build_engine(target, free=drafter, budget="all", run_ahead=run_ahead)
 
 
-@RUN_AHEAD
+@ONE_AHEAD
 @pytest.mark.parametrize("period", [1, 2, 5])
 def test_a_rejected_draft_that_breaks_the_logits_changes_nothing(period: int, run_ahead: int) -> None:
     """Its NaN keys and values stay in the row's buffer, masked, and must not reach a later step."""
@@ -118,7 +119,7 @@ def test_a_rejected_draft_that_breaks_the_logits_changes_nothing(period: int, ru
     assert [(o.token_ids, o.finish_reason) for o in outputs] == [(known()[p], "length") for p in CLEAN]
 
 
-@RUN_AHEAD
+@ONE_AHEAD
 def test_a_broken_prompt_fails_and_its_row_is_clean_afterwards(run_ahead: int) -> None:
     engine = poisoned_engine(run_ahead)
     bad = (11, POISON, 12, 13, 14, 15, 16, 17, 18)
@@ -128,8 +129,8 @@ def test_a_broken_prompt_fails_and_its_row_is_clean_afterwards(run_ahead: int) -
         assert output.token_ids == known()[prompt]
 
 
-@RUN_AHEAD
-@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+@ONE_AHEAD
+@pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_row_is_clean_after_cancelling_a_request_in_trouble(steps: int, run_ahead: int) -> None:
     """Cancelled before its first result, with NaNs of its prompt or of rejected drafts behind it or still in flight."""
     bad = (11, POISON, 12, 13, 14, 15, 16, 17, 18)
@@ -152,13 +153,13 @@ def test_a_row_is_clean_after_cancelling_a_request_in_trouble(steps: int, run_ah
     assert output.token_ids == known()[CLEAN[0]]
 
 
-@RUN_AHEAD
+@ONE_AHEAD
 def test_a_row_is_clean_after_a_stop_with_broken_drafts_behind_it(run_ahead: int) -> None:
     """The host sees a stop late: what the row drafts meanwhile is broken, and belongs to nobody."""
     engine = poisoned_engine(run_ahead, period=1)
     for prompt in CLEAN * 2:
         stop = known()[prompt][1]
-        params = SamplingParams(max_new_tokens=24, stop_token_ids=(stop,))
+        params = SamplingParams(max_new_tokens=14, stop_token_ids=(stop,))
         first, second = serve(engine, [(prompt, params), (prompt, GREEDY)])
         assert first.token_ids == known()[prompt][: known()[prompt].index(stop) + 1]
         assert second.token_ids == known()[prompt]

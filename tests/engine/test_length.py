@@ -133,7 +133,9 @@ STOPS: list[tuple[str, tuple[str, ...], str, str]] = [
 
 @RUN_AHEAD
 @pytest.mark.parametrize(("written", "stops", "text", "reason"), STOPS)
-def test_stop_strings_cut_the_text(written: str, stops: tuple[str, ...], text: str, reason: str, run_ahead: int) -> None:
+def test_stop_strings_cut_the_text(
+    written: str, stops: tuple[str, ...], text: str, reason: str, run_ahead: int
+) -> None:
     prompt, script = encode("Q: "), [*encode(written), TOY_EOS]
     params = SamplingParams(max_new_tokens=60, stop=stops)
     for width in (1, 3, 15):

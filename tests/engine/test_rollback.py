@@ -129,7 +129,9 @@ def test_a_drafter_that_fails_costs_only_its_drafts(source: int, run_ahead: int)
     name = "model_only" if source == 1 else "ngram_only"
     parts = {"model": drafter} if source == 1 else {"free": drafter}
     engine = build_engine(ScriptedTarget(law, V), name, budget="all", run_ahead=run_ahead, **parts)
-    with pytest.warns(UserWarning, match=r"drafting failed and the step went on without drafts: RuntimeError") as caught:
+    with pytest.warns(
+        UserWarning, match=r"drafting failed and the step went on without drafts: RuntimeError"
+    ) as caught:
         outputs = serve(engine, [(p, SamplingParams(max_new_tokens=40)) for p in known])
     assert len(caught) == 1
     assert [o.token_ids for o in outputs] == list(known.values())
@@ -189,7 +191,9 @@ def test_each_drafter_sees_its_own_layers() -> None:
     with torch.inference_mode():
         states = model(input_ids=torch.tensor([prompt]), use_cache=False, output_hidden_states=True).hidden_states
     last = len(prompt) - 1
-    torch.testing.assert_close(first.seen[last], torch.cat([states[0][0, last], states[2][0, last]]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        first.seen[last], torch.cat([states[0][0, last], states[2][0, last]]), rtol=1e-4, atol=1e-5
+    )
     assert second.seen[last].shape == (model.config.hidden_size,)
 
 

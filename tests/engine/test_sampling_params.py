@@ -19,7 +19,9 @@ RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1])
 PROMPTS = [(1, 2, 3), (5, 5, 5, 5), (9, 8, 9, 8, 9, 8, 9)]
 
 
-def against_plain(law: Law, params: SamplingParams, *, run_ahead: int = 0, right: Any = lambda p, s: True) -> list[list[int]]:
+def against_plain(
+    law: Law, params: SamplingParams, *, run_ahead: int = 0, right: Any = lambda p, s: True
+) -> list[list[int]]:
     """Serves PROMPTS with a drafter that knows the plain outputs, checks equality, and returns the outputs."""
     known = {p: plain_decode(law, p, params).ids for p in PROMPTS}
     drafter = PatternDrafter(known, V, right=right)
@@ -149,10 +151,14 @@ def test_greedy_rows_among_sampled_ones(run_ahead: int) -> None:
     assert [o.token_ids for o in serve(engine, jobs)] == list(known.values())
 
 
-@pytest.mark.parametrize("unknown", ["grammar", "n", "num_return_sequences", "logits_processor", "best_of", "guided_json"])
+@pytest.mark.parametrize(
+    "unknown", ["grammar", "n", "num_return_sequences", "logits_processor", "best_of", "guided_json"]
+)
 def test_what_is_not_offered_is_refused_by_name(unknown: str) -> None:
     """Grammars, hooks and several outputs per request: a clear error that lists what there is."""
-    with pytest.raises(ValueError, match=rf"{unknown}=3 is not a parameter; use max_new_tokens, temperature, .*speculate"):
+    with pytest.raises(
+        ValueError, match=rf"{unknown}=3 is not a parameter; use max_new_tokens, temperature, .*speculate"
+    ):
         SamplingParams(**{unknown: 3})
 
 
@@ -237,7 +243,9 @@ def is_plausible(counts: dict[tuple[int, ...], int], exact: dict[tuple[int, ...]
     total = sum(counts.values())
     cells = [(counts.get(output, 0), total * chance) for output, chance in exact.items()]
     rare = [cell for cell in cells if cell[1] < 5]
-    cells = [cell for cell in cells if cell[1] >= 5] + ([(sum(c for c, _ in rare), sum(e for _, e in rare))] if rare else [])
+    cells = [cell for cell in cells if cell[1] >= 5] + (
+        [(sum(c for c, _ in rare), sum(e for _, e in rare))] if rare else []
+    )
     cells = [cell for cell in cells if cell[1] > 0]
     statistic = sum((count - expected) ** 2 / expected for count, expected in cells)
     freedom = max(len(cells) - 1, 1)

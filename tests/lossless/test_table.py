@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def test_every_named_mistake_has_a_control() -> None:
 @pytest.mark.parametrize("name", CONTROLS)
 def test_mistakes_are_rejected(name: str) -> None:
     """By enumeration, where the mistake is in the rule, and by the samples of the wrong code, always."""
-    report = check_control(CONTROLS[name], examples=4, sampled=4, samples=4000)
+    report = check_control(CONTROLS[name], examples=4, sampled=4, samples=10_000)
     assert not report.lossless
     assert report.worst_p_value is not None
     assert report.worst_p_value < 1e-6
@@ -154,12 +155,11 @@ class _Foreign:
 
 
 def test_foreign_verifiers_are_judged_by_their_samples() -> None:
-    right = check(
-        _Foreign(RejectionVerifier()), "extension", drafting="probabilistic", examples=4, sampled=4, samples=6000
-    )
+    options: dict[str, Any] = {"drafting": "probabilistic", "examples": 3, "sampled": 3, "samples": 4000}
+    right = check(_Foreign(RejectionVerifier()), "extension", **options)
     assert right.lossless
     assert right.worst_total_variation is None
-    wrong = check(_Foreign(NoResidual()), "extension", drafting="probabilistic", examples=4, sampled=4, samples=6000)
+    wrong = check(_Foreign(NoResidual()), "extension", **options)
     assert "samples reject the target's law" in wrong.failures[0]
 
 

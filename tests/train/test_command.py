@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,10 +74,15 @@ def test_other_settings_do_not_continue_a_run(tmp_path, target):
 
 def test_from_prompts_to_a_drafter(tmp_path, target, capsys):
     """Every step of the ten-minute recipe, on a target that answers nonsense."""
-    options = [*OPTIONS, "--prompts", "12", "--max-new-tokens", "20", "--json"]
+    options = [*OPTIONS, "--prompts", "40", "--max-new-tokens", "20", "--json"]
     assert main(["--folder", str(tmp_path / "run"), *options]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 3
-    assert len((tmp_path / "run" / "outputs.jsonl").read_text().splitlines()) <= 12
+    assert len((tmp_path / "run" / "outputs.jsonl").read_text().splitlines()) <= 40
+
+
+def test_an_early_block_that_does_not_fit(tmp_path, target):
+    with pytest.raises(ValueError, match="early_slots=9 with early_steps=5"):
+        main(["--folder", str(tmp_path / "run"), "--early-slots", "9", "--early-steps", "5"])
 
 
 def test_nothing_to_train_on(tmp_path, target):
@@ -94,7 +100,7 @@ def test_help_has_a_recipe(capsys):
 def test_answers_are_the_targets_own_and_are_not_repeated(tmp_path, target):
     prompts = [(f"q/{i}", "abc" * (i + 1)) for i in range(5)]
     path = tmp_path / "answers.jsonl"
-    options = {"max_new_tokens": 6, "sampled_share": 0.0, "batch_size": 2, "max_length": 128}
+    options: dict[str, Any] = {"max_new_tokens": 6, "sampled_share": 0.0, "batch_size": 2, "max_length": 128}
     generate_outputs(target(), prompts[:3], path, **options)
     generate_outputs(target(), prompts, path, **options)
     model = target().model
@@ -131,6 +137,7 @@ def test_two_processes_keep_equal_weights(tmp_path):
 _JOB = """
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -149,7 +156,7 @@ target = tiny_llama()
 config = drafter_config(target.config, mask_token_id=VOCAB - 1, layers=1, taps=TAPS, markov_rank=4, block_size=3)
 recipe = TrainConfig(steps=4, sequences=2, micro_batch=1, anchors=5, vocabulary=0, held_out=0.3)
 trainer = Trainer(new_drafter(config, target), [store], folder / "run", recipe, accelerator)
-seen = {item for step in range(4) for item in trainer.items_of(step)}
+seen = set(trainer.items_of(0))
 trainer.train()
 torch.save({"model": trainer.model.state_dict(), "seen": seen}, folder / f"rank{accelerator.process_index}.pt")
 """

@@ -1,6 +1,7 @@
 """Exported drafters: the package's own reader takes them, and their reports say what they should."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from safetensors import safe_open
 
 from hspark.drafters.checkpoint import open_checkpoint
 from hspark.drafters.confidence import Calibration
-from hspark.drafters.dspark_model import DSparkModel
+from hspark.drafters.dspark_model import SharedContext
 from hspark.train.evaluate import acceptance_length, greedy_runs
 from hspark.train.export import calibrate, export_drafter, measure
 from hspark.train.setup import drafter_config, new_drafter
@@ -20,7 +21,7 @@ from tests.train.runs import TAPS, tiny_store
 def drafter():
     target = tiny_llama()
     config = drafter_config(target.config, mask_token_id=VOCAB - 1, layers=2, taps=TAPS, markov_rank=4, block_size=3)
-    model = new_drafter(config, target)
+    model: Any = new_drafter(config, target)
     with torch.no_grad():
         torch.nn.init.normal_(model.confidence_head.proj.weight)
     return model.eval()
@@ -85,9 +86,7 @@ def test_runs_are_what_drafting_gives(tmp_path, drafter):
     assert place == len(runs.hits) == 10
 
 
-def draft_alone(model: DSparkModel, features, token, anchor):
-    from hspark.drafters.dspark_model import SharedContext
-
+def draft_alone(model: Any, features, token, anchor):
     layers = model.keys_values(features, torch.arange(anchor)[None])
     context = SharedContext(model.config, layers, torch.tensor([[anchor]]))
     tokens, positions = model.block_inputs(token[None], torch.tensor([anchor]))

@@ -1,5 +1,7 @@
 """New drafters: their shape follows the target, and their start is what it is said to be."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -30,7 +32,7 @@ def test_every_family_gets_a_drafter(family):
     target = FAMILIES[family]()
     config = drafter_config(target.config, mask_token_id=VOCAB - 1, taps=(0, 1), markov_rank=4)
     assert config.num_kv_heads == config.num_heads
-    model = new_drafter(config, target)
+    model: Any = new_drafter(config, target)
     assert model.embed_tokens.weight.data_ptr() == target.get_input_embeddings().weight.data_ptr()
     assert not model.lm_head.weight.requires_grad
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
@@ -39,7 +41,7 @@ def test_every_family_gets_a_drafter(family):
 def test_the_last_layers_are_copied():
     target = tiny_llama()
     config = drafter_config(target.config, mask_token_id=VOCAB - 1, layers=2, taps=(0, 1), markov_rank=4)
-    model = new_drafter(config, target, samples=torch.randn(50, 64))
+    model: Any = new_drafter(config, target, samples=torch.randn(50, 64))
     source = target.model.layers[-1]
     assert torch.equal(model.layers[1].mlp.up_proj.weight, source.mlp.up_proj.weight)
     heads = model.layers[1].self_attn.k_proj.weight.view(4, 8, 32)
@@ -54,7 +56,7 @@ def test_norms_that_the_target_has_are_copied():
     with torch.no_grad():
         target.model.layers[-1].self_attn.q_norm.weight.fill_(3.0)
     config = drafter_config(target.config, mask_token_id=VOCAB - 1, taps=(0, 1), markov_rank=0)
-    model = new_drafter(config, target, samples=torch.randn(50, 64))
+    model: Any = new_drafter(config, target, samples=torch.randn(50, 64))
     assert float(model.layers[-1].self_attn.q_norm.weight[0].detach()) == 3.0
     assert model.markov_head is None
 
@@ -69,7 +71,7 @@ def test_the_seed_decides_the_rest():
 
 def test_muon_takes_the_matrices_and_nothing_is_left_out():
     target = tiny_llama()
-    model = new_drafter(drafter_config(target.config, mask_token_id=0, taps=(0, 1), markov_rank=4), target)
+    model: Any = new_drafter(drafter_config(target.config, mask_token_id=0, taps=(0, 1), markov_rank=4), target)
     optimizers = build_optimizers(model, "muon", 1e-3, 1e-2)
     taken = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     assert sorted(taken) == sorted(id(p) for p in model.parameters() if p.requires_grad)

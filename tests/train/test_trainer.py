@@ -1,6 +1,7 @@
 """The loop: it learns, it resumes exactly, and its settings are checked."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.train.runs import TAPS, tiny_store
 
 RECIPE = {
     "steps": 6,
+    "optimizer": "adamw",
     "sequences": 4,
     "micro_batch": 2,
     "anchors": 6,
@@ -72,7 +74,7 @@ def test_it_learns_and_logs(tmp_path):
     store = tiny_store(tmp_path / "store", count=24)
     trainer = trainer_of(tmp_path / "run", store, steps=80, lr=0.02, schedule="cosine", vocabulary=0)
     before = acceptance_length(trainer.averaged_model(), [store], trainer.held_items)
-    records = []
+    records: list[dict[str, Any]] = []
     last = trainer.train(records.append)
     assert before["all"] < 1.5
     assert last["held_out"]["all"] > 2.0
