@@ -74,7 +74,7 @@ class Request:
         self.prefilled = 0
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._text = ""
-        self._withhold = max((len(stop) for stop in params.stop), default=1) - 1
+        self._overlap = max((len(stop) for stop in params.stop), default=1) - 1  # of a stop string and older text
         self.submitted = self.admitted = time.perf_counter()
 
     @property
@@ -86,7 +86,10 @@ class Request:
         """Everything that may be shown so far; all of it once the request is done. None without a tokenizer."""
         if self.detokenizer is None:
             return None
-        return self._text if self.done or not self._withhold else self._text[: -self._withhold]
+        if self.done:
+            return self._text
+        begun = [n for stop in self.params.stop for n in range(1, len(stop)) if self._text.endswith(stop[:n])]
+        return self._text[: len(self._text) - max(begun, default=0)]
 
     def commit(self, token: int, source: str, logprob: float | None, last: bool) -> bool:
         """Appends one token; True if the request goes on. `last`: this token reaches the request's length limit."""
@@ -106,7 +109,7 @@ class Request:
 
     def _append(self, piece: str) -> bool:
         """Adds text; True if it completes a stop string, before which the text is then cut."""
-        begin = max(0, len(self._text) - self._withhold)
+        begin = max(0, len(self._text) - self._overlap)
         self._text += piece
         found = [at for stop in self.params.stop if (at := self._text.find(stop, begin)) >= 0]
         if found:

@@ -39,7 +39,7 @@ from hspark.verify import Verifier, verifier
 
 logger = logging.getLogger("hspark")
 
-Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from hspark.drafters.base import TargetInfo
-from hspark.packing import pack_linears
+from hspark.packing import fuse_norms, pack_linears
 
 ATTENTION_NAME = "hspark_static"
 
@@ -200,6 +200,7 @@ class CausalTarget:
         self.device, self.dtype = weight.device, weight.dtype
         if self.device.type == "cpu":
             pack_linears(model)
+            fuse_norms(model)
         self.decoder = model.get_decoder()
         self.layers: nn.ModuleList = self.decoder.layers
         model.set_attn_implementation(ATTENTION_NAME)

@@ -1,4 +1,4 @@
-"""Fixtures of the engine's tests: a scripted target that watches its caller, drafters of known quality, costs by hand."""
+"""For the engine's tests: a scripted target that watches its caller, drafters of known quality, costs by hand."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class ScriptedTarget:
         full: bool = False,
     ) -> _Plan:
         packed = torch.arange(row.shape[0])
-        assert index.shape[0] == self.rows and int(offset.max()) < index.shape[1], "queries do not cover the offsets"
+        assert index.shape[0] == self.rows
+        assert int(offset.max()) < index.shape[1], "queries do not cover the offsets"
         assert bool((index[row, offset] == packed)[valid].all()), "index does not point back at the packed slots"
         assert bool((anchor[row] + offset < context)[valid].all()), "context does not cover the step"
         assert context <= self.max_length
@@ -113,7 +114,8 @@ class ScriptedTarget:
         return logits, self._features(tokens, position)
 
     def _check(self, tokens: Tensor, position: Tensor) -> None:
-        assert tokens.dtype == torch.int64 and tokens.shape == position.shape
+        assert tokens.dtype == torch.int64
+        assert tokens.shape == position.shape
         assert bool(((tokens >= 0) & (tokens < self.vocab_size)).all()), f"ids {tokens.tolist()} leave the vocabulary"
         assert bool(((position >= 0) & (position < self.max_length)).all()), f"positions {position.tolist()}"
 
@@ -134,18 +136,18 @@ class PatternDrafter:
 
     def __init__(
         self,
-        continuations: Mapping[tuple[int, ...], Sequence[int]],
+        continuations: Mapping[Any, Sequence[int]],
         vocab: int,
         *,
         width: int = 7,
-        right: Callable[[int, int], bool] = lambda place, slot: True,
+        right: Callable[[int, int], bool] | None = None,
         wrong: int | None = None,
         fails: Callable[[int], bool] = lambda call: False,
         acceptance: float = 0.9,
         source: int = SOURCE_FREE,
     ) -> None:
         self.known = {tuple(prompt): list(ids) for prompt, ids in continuations.items()}
-        self.vocab, self.width, self.right, self.wrong, self.fails = vocab, width, right, wrong, fails
+        self.vocab, self.width, self.right, self.wrong, self.fails = vocab, width, right or always, wrong, fails
         self.acceptance, self.source = acceptance, source
         self.name = "dspark" if source == SOURCE_MODEL else "ngram"
         self.calls = 0
@@ -172,6 +174,11 @@ class PatternDrafter:
 
     def _wrong(self, token: int) -> int:
         return (token + 1) % self.vocab if self.wrong is None else self.wrong
+
+
+def always(place: int, slot: int) -> bool:
+    """The rule of an oracle."""
+    return True
 
 
 def never(place: int, slot: int) -> bool:

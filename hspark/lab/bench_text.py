@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hspark.lab.bench_report import ArmSummary, BatchSummary, BenchReport, Ratio
@@ -26,13 +27,14 @@ def render_header(header: dict[str, Any]) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in workload["kinds"].items())
     heat = f"temperature {settings['temperature']:g}, seed {settings['seed']}" if settings["temperature"] else "greedy"
     estimator = header["estimator"].removeprefix("estimator: ").partition(". ")[0]
+    drafter = Path(settings["drafter"]).name if settings["drafter"] else "none"
     lines = [
         f"{header['model']}, {header['dtype']}, on {machine['device']}; {versions}",
         f"machine   {machine['processor']}, {machine['system']}; cores: {machine['cores']}, threads: "
         f"{machine['threads']}" + (f"; load average {' -> '.join(map(str, load))}" if load else ""),
         f"workload  {workload['name']}: {workload['requests']} requests ({kinds}), {workload['prompt_tokens']} prompt "
         f"tokens; up to {settings['max_new_tokens']} new tokens, {heat}; repeats: {settings['repeats']}",
-        f"drafts    model drafter: {settings['drafter'] or 'none'}; n-gram estimator: {estimator}",
+        f"drafts    model drafter: {drafter}; n-gram estimator: {estimator}",
         f"sizing    {settings['verify']} verification, survivals {settings['budget_delay']} steps old, cost: "
         f"{'measured at start-up' if settings['cost'] == 'auto' else settings['cost']}",
         *(f"note      {note}" for note in header["notes"]),

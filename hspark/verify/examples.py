@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ from hspark.verify.world import World, tree_size
 
 # (V, N, K, L, R) of random worlds. N > K + 1 everywhere: even after a model chain that is accepted whole and its bonus
 # token, at least one token comes from a later step.
-SHAPES = (
+Shape = tuple[int, int, int, int, int]
+SHAPES: tuple[Shape, ...] = (
     (3, 4, 2, 3, 1),
     (2, 4, 2, 3, 2),
     (2, 5, 3, 4, 1),
@@ -26,7 +28,7 @@ SHAPES = (
 )
 
 
-def random_world(seed: int, shape: tuple[int, int, int, int, int] = SHAPES[0], *, greedy: bool = False) -> World:
+def random_world(seed: int, shape: Shape = SHAPES[0], *, greedy: bool = False) -> World:
     """A world drawn from `seed`, of shape (V, N, K, L, R). greedy: the target is at temperature 0.
 
     Target laws come from random logits through `target_log_probs` with a random temperature, top-k, top-p and min-p
@@ -92,7 +94,7 @@ def _draft_nodes(vocab: int, interior: int, drafts: int) -> Tensor:
     return at
 
 
-def _free_chains(draft: Tensor, width: int, lookup: int, uniform) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+def _free_chains(draft: Tensor, width: int, lookup: int, uniform: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
     """Model-free tokens [R, I, L] and lengths [R, I], related to the model drafter's greedy path in all possible
     ways."""
     requests, interior, _, vocab = draft.shape

@@ -22,7 +22,7 @@ from hspark.verify.base import Verifier
 from hspark.verify.base import verifier as named_verifier
 from hspark.verify.coupled import CoupledVerifier
 from hspark.verify.exact import Allocator, Sizing, exact_distribution
-from hspark.verify.examples import SHAPES, random_sizing, random_world
+from hspark.verify.examples import SHAPES, Shape, random_sizing, random_world
 from hspark.verify.rejection import RejectionVerifier
 from hspark.verify.rule import Rule
 from hspark.verify.sampled import Sampler, finite_noise, histogram
@@ -77,7 +77,7 @@ def check(
     seed: int = 0,
     fresh: bool = False,
     sizing: Sizing | None = None,
-    shapes: Sequence[tuple[int, int, int, int, int]] = SHAPES,
+    shapes: Sequence[Shape] = SHAPES,
     allocator: Allocator = allocate,
     draft_key: Callable[[Tensor, int], Tensor] = slot_key,
     worlds: Iterable[tuple[World, Sizing]] | None = None,
@@ -98,6 +98,9 @@ def check(
     chosen = named_policy(policy) if isinstance(policy, str) else policy
     if drafting not in ("greedy", "probabilistic"):
         raise ValueError(f"drafting={drafting!r} is unknown; use 'greedy' or 'probabilistic'")
+    for name, number, least in (("examples", examples, 1), ("sampled", sampled, 0), ("samples", samples, 1)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise ValueError(f"{name}={number!r} is not usable; use an integer of at least {least}")
     if coupled is None:
         coupled = isinstance(judge, CoupledVerifier)
     if rule is None and (type(judge) is RejectionVerifier or (type(judge) is CoupledVerifier and drafting == "greedy")):
@@ -123,7 +126,7 @@ def check(
 
 
 def _random_worlds(
-    seed: int, examples: int, shapes: Sequence[Any], greedy: bool, fresh: bool, sizing: Sizing | None
+    seed: int, examples: int, shapes: Sequence[Shape], greedy: bool, fresh: bool, sizing: Sizing | None
 ) -> Iterable[tuple[World, Sizing]]:
     for index in range(seed, seed + examples):
         world = random_world(index, shapes[index % len(shapes)], greedy=greedy)

@@ -1,4 +1,4 @@
-"""Rows are independent: admission, prefill, budgets, cancelling and recycling, with and without steps in flight."""
+"""Rows are independent: admission, prefill, sizing and shapes, with and without steps in flight."""
 
 from __future__ import annotations
 
@@ -7,55 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
-from hspark.config import SamplingParams
 from hspark.policy import choose_budget
 from hspark.profiling import packed_sizes, profile_step
 from hspark.step import Shape
+from tests.engine.cases import RUN_AHEAD, V, engine_for, greedy, plain
 from tests.fixtures import (
     FLAT,
     MILD,
     STAIRS,
     STEEP,
-    PatternDrafter,
-    ScriptedTarget,
-    build_engine,
     check_state,
     finish,
     never,
     serve,
 )
-from tests.plain import plain_decode, random_law
-
-V = 16
-LAW = random_law(V, seed=3)
-RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1])
-
-
-def greedy(cap: int, **more: Any) -> SamplingParams:
-    return SamplingParams(max_new_tokens=cap, **more)
-
-
-def plain(prompt: tuple[int, ...], cap: int) -> list[int]:
-    return plain_decode(LAW, prompt, greedy(cap)).ids
-
-
-def engine_for(
-    prompts: list[tuple[int, ...]],
-    *,
-    rows: int = 3,
-    width: int = 7,
-    right: Any = None,
-    max_length: int = 64,
-    **options: Any,
-) -> Any:
-    """A scripted target, and a drafter that knows the outputs of `prompts` (two of three drafts right by default)."""
-    rule = (lambda place, slot: (place + slot) % 3 != 0) if right is None else right
-    drafter = PatternDrafter({p: plain(p, 50) for p in prompts}, V, width=width, right=rule)
-    target = ScriptedTarget(LAW, V, rows=rows, max_length=max_length)
-    return build_engine(target, free=drafter, **{"budget": "all", **options})
 
 
 @RUN_AHEAD
@@ -146,10 +112,11 @@ def test_opting_out_costs_the_row_its_drafts_and_nobody_else(run_ahead: int) -> 
     outputs = serve(engine, [(p, greedy(32, speculate=p != (2,))) for p in prompts])
     assert [o.token_ids for o in outputs] == [plain(p, 32) for p in prompts]
     assert [o.metrics.steps for o in outputs] == [4, 32, 4]
-    assert outputs[1].metrics.drafters == {} and set(outputs[1].sources) == {"target"}
+    assert outputs[1].metrics.drafters == {}
+    assert set(outputs[1].sources) == {"target"}
 
 
-# -- sizing ------------------------------------------------------------------------------------------------------------
+# -- sizing ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_flat_cost_verifies_everything_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -215,7 +182,8 @@ def test_the_profiler_runs_the_sizes_that_it_records() -> None:
     engine.target.cache.fill_(0)
     table = profile_step(engine.device_step, repeats=2)
     sizes = packed_sizes(3, 7)
-    assert sizes[-1] == 24 and table.sizes == list(sizes)
+    assert sizes[-1] == 24
+    assert table.sizes == list(sizes)
     packed = [sum(call.valid) for call in engine.target.calls]
     assert packed == [len(call.valid) for call in engine.target.calls]
     assert {size: packed.count(size) for size in sizes} == {size: len(packed) // len(sizes) for size in sizes}
@@ -244,102 +212,3 @@ def test_a_row_at_its_limit_beside_running_ones(run_ahead: int) -> None:
     engine = engine_for([], rows=3, run_ahead=run_ahead)
     outputs = serve(engine, [((1,), greedy(3)), ((2,), greedy(9)), ((3,), greedy(20))])
     assert [o.token_ids for o in outputs] == [plain((1,), 3), plain((2,), 9), plain((3,), 20)]
-
-
-# -- cancelling and recycling ------------------------------------------------------------------------------------------------
-
-
-@RUN_AHEAD
-@pytest.mark.parametrize("steps", [0, 1, 2, 4])
-def test_cancel_is_keyed_to_the_request_and_not_to_its_row(steps: int, run_ahead: int) -> None:
-    """A and B run; A is cancelled, C takes its row, A is cancelled again: B and C are as if they were alone."""
-    prompts = [(1, 2), (3,), (5, 6, 7)]
-    engine = engine_for(prompts, rows=2, run_ahead=run_ahead)
-    a, b = engine.submit([1, 2], greedy(40)), engine.submit([3], greedy(40))
-    for _ in range(steps):
-        engine.step()
-    engine.cancel(a)
-    told = list(a.token_ids)
-    c = engine.submit([5, 6, 7], greedy(30))
-    engine.step()
-    engine.cancel(a)
-    finish(engine, [b, c])
-    assert (a.token_ids, a.finish_reason) == (told, "cancelled")
-    assert told == plain((1, 2), 40)[: len(told)]
-    assert [b.token_ids, c.token_ids] == [plain((3,), 40), plain((5, 6, 7), 30)]
-
-
-@RUN_AHEAD
-def test_late_results_of_a_cancelled_request_are_dropped(run_ahead: int) -> None:
-    """C takes a row whose previous request was cancelled between steps: its metrics start from zero."""
-
-    def metrics(engine: Any, request: Any) -> Any:
-        finish(engine, [request])
-        request.metrics.seconds = request.metrics.prefill_seconds = 0.0
-        return request.output()
-
-    prompts = [(1, 2), (5, 6, 7)]
-    engine = engine_for(prompts, rows=1, run_ahead=run_ahead)
-    a = engine.submit([1, 2], greedy(40))
-    for _ in range(3):
-        engine.step()
-    engine.cancel(a)
-    c = metrics(engine, engine.submit([5, 6, 7], greedy(30)))
-    fresh = engine_for(prompts, rows=1, run_ahead=run_ahead)
-    assert c == metrics(fresh, fresh.submit([5, 6, 7], greedy(30)))
-    assert c.token_ids == plain((5, 6, 7), 30)
-
-
-def test_cancelling_what_waits_and_what_has_ended() -> None:
-    engine = engine_for([(1,)], rows=1)
-    running, waiting = engine.submit([1], greedy(3)), engine.submit([2], greedy(3))
-    engine.cancel(waiting)
-    finish(engine, [running])
-    before = running.output()
-    engine.cancel(running)
-    engine.cancel(waiting)
-    assert running.output() == before and running.finish_reason == "length"
-    assert (waiting.finish_reason, waiting.token_ids) == ("cancelled", [])
-    assert not engine.has_work
-
-
-@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(data=st.data())
-def test_any_schedule(data: st.DataObject) -> None:
-    """Requests come, go and are cancelled at any step: what ends is plain decoding, what is cancelled a prefix of it."""
-    prompts = [(1,), (2, 3), (4, 5, 6, 7), tuple(range(13))]
-    run_ahead = data.draw(st.integers(0, 2))
-    period = data.draw(st.integers(2, 6))
-    engine = engine_for(
-        prompts,
-        rows=data.draw(st.integers(1, 3)),
-        width=data.draw(st.integers(1, 9)),
-        right=lambda place, slot: (place * 2 + slot) % period != 0,
-        budget=data.draw(st.sampled_from(["all", "adaptive", 0, 2, 5])),
-        budget_delay=data.draw(st.integers(run_ahead + 1, 4)),
-        cost=data.draw(st.sampled_from([FLAT, MILD, STAIRS])),
-        prefill_tokens=data.draw(st.sampled_from([1, 3, 50])),
-        run_ahead=run_ahead,
-        eos_token_ids=(data.draw(st.integers(0, V - 1)),),
-    )
-    requests: list[Any] = []
-    for _ in range(data.draw(st.integers(1, 25))):
-        move = data.draw(st.sampled_from(["submit", "submit", "step", "step", "step", "cancel"]))
-        if move == "submit":
-            more = {"temperature": data.draw(st.sampled_from([0.0, 0.9])), "seed": len(requests)}
-            requests.append(
-                engine.submit(list(data.draw(st.sampled_from(prompts))), greedy(data.draw(st.integers(1, 20)), **more))
-            )
-        elif move == "step":
-            engine.step()
-            check_state(engine)
-        elif requests:
-            engine.cancel(data.draw(st.sampled_from(requests)))
-    finish(engine, requests)
-    for request in requests:
-        whole = plain_decode(LAW, request.prompt, request.params, eos=engine.eos_token_ids)
-        if request.finish_reason == "cancelled":
-            assert request.token_ids == whole.ids[: len(request.token_ids)]
-        else:
-            assert (request.token_ids, request.finish_reason) == (whole.ids, whole.finish_reason)
-    assert engine.owners == [None] * engine.target.rows

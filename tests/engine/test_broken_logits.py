@@ -80,7 +80,7 @@ def test_what_lies_behind_the_end_does_not_matter(run_ahead: int) -> None:
         assert (output.token_ids, output.finish_reason) == (expected.ids, "stop")
 
 
-# -- a real model in which one token id is broken -------------------------------------------------------------------------
+# -- a real model in which one token id is broken --------------------------------------------------------------------
 
 
 @functools.cache
@@ -125,7 +125,8 @@ def test_a_broken_prompt_fails_and_its_row_is_clean_afterwards(run_ahead: int) -
     bad = (11, POISON, 12, 13, 14, 15, 16, 17, 18)
     for prompt in CLEAN:
         failed, output = serve(engine, [(bad, GREEDY), (prompt, GREEDY)])
-        assert failed.finish_reason == "error" and failed.token_ids == []
+        assert failed.finish_reason == "error"
+        assert failed.token_ids == []
         assert output.token_ids == known()[prompt]
 
 

@@ -1,4 +1,4 @@
-"""Where an output ends: end-of-sequence tokens, stop strings and the cap, wherever they fall inside a committed block."""
+"""Where an output ends: end-of-sequence tokens, stop strings, the cap, wherever they fall inside a committed block."""
 
 from __future__ import annotations
 

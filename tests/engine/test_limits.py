@@ -1,4 +1,4 @@
-"""The limits of the context and of the matcher: clipped drafts, exact boundaries, empty drafts, state of one request."""
+"""Limits of the context and of the matcher: clipped drafts, exact boundaries, empty drafts, state of one request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hspark.config import SamplingParams
 from hspark.drafters import NgramDrafter
 from hspark.target import CausalTarget
-from tests.fixtures import PatternDrafter, ScriptedTarget, build_engine, serve
+from tests.fixtures import PatternDrafter, ScriptedTarget, always, build_engine, never, serve
 from tests.plain import model_law, plain_decode, random_law, scripted_law, table_law
 from tests.tiny import VOCAB, tiny_llama
 
@@ -48,7 +48,7 @@ def test_prompt_and_output_are_cut_at_max_length(capacity: int, run_ahead: int) 
         prompt = tuple(i % 7 for i in range(size))
         ids = plain_decode(law, prompt, greedy(capacity)).ids
         for right in (True, False):
-            drafter = PatternDrafter({prompt: ids}, V, right=lambda place, slot, right=right: right)
+            drafter = PatternDrafter({prompt: ids}, V, right=always if right else never)
             engine = build_engine(target, free=drafter, budget="all", run_ahead=run_ahead)
             for cap in (capacity - size - 1, capacity - size, capacity - size + 1):
                 if cap < 1:
@@ -104,7 +104,7 @@ def test_one_row_without_drafts_beside_one_with(run_ahead: int) -> None:
     assert (plain.metrics.steps, fast.metrics.steps) == (24, 3)
 
 
-# -- the n-gram matcher in the loop ------------------------------------------------------------------------------------
+# -- the n-gram matcher in the loop ----------------------------------------------------------------------------------
 
 
 @RUN_AHEAD
@@ -122,7 +122,7 @@ def test_one_token_repeated(run_ahead: int) -> None:
 def test_every_committed_token_is_matched_against(run_ahead: int) -> None:
     """A loop of five tokens: from two periods on, every draft is right, so the history lags by nothing."""
     loop = [3, 9, 4, 1, 12]
-    table = {a: b for a, b in zip(loop, loop[1:] + loop[:1], strict=True)}
+    table = dict(zip(loop, loop[1:] + loop[:1], strict=True))
     law = table_law(V, [table.get(i, 3) for i in range(V)])
     engine = build_engine(ScriptedTarget(law, V, max_length=128), budget="all", run_ahead=run_ahead)
     (output,) = serve(engine, [((3,), greedy(90))])
@@ -174,8 +174,9 @@ def test_budgets_change_steps_and_never_the_text(run_ahead: int) -> None:
     """Budget 0, too small for every row, exact, and far beyond the slots there are."""
     script = [1, 2, 3, 4, 5] * 8
     law = scripted_law(V, ((9, 1), script), ((9, 2), script))
-    steps = {}
-    for budget in (0, 1, 5, 30, 10_000, "all"):
+    steps: dict[int | str, int] = {}
+    budgets: list[Any] = [0, 1, 5, 30, 10_000, "all"]
+    for budget in budgets:
         target = ScriptedTarget(law, V, rows=2)
         engine = build_engine(target, budget=budget, run_ahead=run_ahead)
         outputs = serve(engine, [((9, 1), greedy(40)), ((9, 2), greedy(40))])

@@ -13,7 +13,7 @@ import torch
 from hspark.config import SamplingParams
 from hspark.target import CausalTarget
 from hspark.verify import pack
-from tests.fixtures import PatternDrafter, ScriptedTarget, build_engine, never, serve
+from tests.fixtures import PatternDrafter, ScriptedTarget, always, build_engine, never, serve
 from tests.plain import model_law, plain_decode, random_law
 from tests.tiny import FAMILIES, VOCAB, plain_logits, tiny_llama
 
@@ -22,10 +22,6 @@ RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1])
 # Beyond twice the sliding window of 8, so that windows wrap while drafts come and go.
 TOKENS = 60
 PROMPTS = ((5, 1, 30, 2), tuple(range(20, 33)))
-
-
-def always(place: int, slot: int) -> bool:
-    return True
 
 
 def mixed(place: int, slot: int) -> bool:
@@ -127,7 +123,7 @@ def test_a_drafter_that_fails_costs_only_its_drafts(source: int, run_ahead: int)
     known = {p: plain_decode(law, p, SamplingParams(max_new_tokens=40)).ids for p in ((1, 2, 3), (4,))}
     drafter = PatternDrafter(known, V, width=3, fails=lambda call: call in (3, 6, 7, 8), source=source)
     name = "model_only" if source == 1 else "ngram_only"
-    parts = {"model": drafter} if source == 1 else {"free": drafter}
+    parts: dict[str, Any] = {"model": drafter} if source == 1 else {"free": drafter}
     engine = build_engine(ScriptedTarget(law, V), name, budget="all", run_ahead=run_ahead, **parts)
     with pytest.warns(
         UserWarning, match=r"drafting failed and the step went on without drafts: RuntimeError"
@@ -145,7 +141,7 @@ class Observer(PatternDrafter):
 
     def __init__(self, *args: Any, taps: tuple[int, ...] = (0, 2), fails_at: int = -1, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.seen: dict[tuple[int, int], list[float]] = {}
+        self.seen: dict[Any, Any] = {}
         self.taps, self.fails_at, self.observed = taps, fails_at, 0
 
     def observe(self, features: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> None:
@@ -180,12 +176,12 @@ def test_each_drafter_sees_its_own_layers() -> None:
     model = reference("llama")[0]
     target = CausalTarget(copy.deepcopy(model), 1, 64)
     prompt = PROMPTS[1]
-    first = Observer({}, VOCAB, taps=(-1, 1), source=1)
-    second = Observer({}, VOCAB, taps=(2,))
-    for observer in (first, second):
-        observer.observe = lambda features, row, position, seen=observer.seen: seen.update(  # type: ignore[method-assign]
-            {p: f for p, f in zip(position.tolist(), features.clone(), strict=True)}
-        )
+
+    class Keeper(Observer):
+        def observe(self, features: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> None:
+            self.seen.update(zip(position.tolist(), features.clone(), strict=True))
+
+    first, second = Keeper({}, VOCAB, taps=(-1, 1), source=1), Keeper({}, VOCAB, taps=(2,))
     engine = build_engine(target, "proposed", model=first, free=second)
     serve(engine, [(prompt, SamplingParams(max_new_tokens=1))])
     with torch.inference_mode():
@@ -230,7 +226,7 @@ def test_a_target_that_fails_leaves_a_usable_engine() -> None:
     assert output.token_ids[: len(first.token_ids)] == first.token_ids
 
 
-# -- numerics --------------------------------------------------------------------------------------------------------------
+# -- numerics --------------------------------------------------------------------------------------------------------
 
 
 def block_logits(model: Any, text: torch.Tensor, block: int) -> torch.Tensor:

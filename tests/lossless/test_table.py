@@ -9,11 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from hspark.policy import policy
+from hspark.core import Chain
+from hspark.policy import Policy, policy
 from hspark.verify import (
+    Layout,
     RejectionVerifier,
     Rule,
+    Seeds,
+    Verdict,
     check,
     exact_distribution,
     target_distribution,
@@ -21,7 +26,7 @@ from hspark.verify import (
     verifier,
 )
 from hspark.verify.controls import Control, NoResidual, controls
-from hspark.verify.examples import SHAPES, random_sizing, random_world
+from hspark.verify.examples import SHAPES, Shape, random_sizing, random_world
 from hspark.verify.sampled import Sampler, histogram
 from hspark.verify.statistics import chi_square
 from hspark.verify.suite import Cell, check_control, lossless_table, main, table_policies
@@ -53,7 +58,9 @@ def test_the_table_is_the_published_one(table: list[Cell]) -> None:
 
 @given(st.integers(0, 2**32), st.sampled_from(SHAPES[:5]), st.sampled_from(table_policies()), st.booleans())
 @settings(max_examples=25)
-def test_greedy_drafts_keep_the_law_under_every_policy_and_sizing(seed, shape, chosen, fresh) -> None:  # type: ignore[no-untyped-def]
+def test_greedy_drafts_keep_the_law_under_every_policy_and_sizing(
+    seed: int, shape: Shape, chosen: Policy, fresh: bool
+) -> None:
     world = random_world(seed, shape)
     law = exact_distribution(world, chosen, sizing=random_sizing(seed, world, fresh=fresh))
     assert total_variation(law, target_distribution(world)) < 1e-10
@@ -65,7 +72,9 @@ def test_greedy_drafts_keep_the_law_under_every_policy_and_sizing(seed, shape, c
     st.sampled_from([chosen for chosen in table_policies() if chosen.is_lossless("probabilistic", "rejection", 1.0)]),
 )
 @settings(max_examples=25)
-def test_sampled_drafts_keep_the_law_under_policies_that_do_not_read_them(seed, shape, chosen) -> None:  # type: ignore[no-untyped-def]
+def test_sampled_drafts_keep_the_law_under_policies_that_do_not_read_them(
+    seed: int, shape: Shape, chosen: Policy
+) -> None:
     world = random_world(seed, shape)
     law = exact_distribution(world, chosen, drafting="probabilistic", sizing=random_sizing(seed, world))
     assert total_variation(law, target_distribution(world)) < 1e-10
@@ -79,7 +88,9 @@ def test_sampled_drafts_keep_the_law_under_policies_that_do_not_read_them(seed, 
     st.booleans(),
 )
 @settings(max_examples=40)
-def test_coupled_output_is_plain_decoding_token_for_token(seed, shape, chosen, drafts, fresh) -> None:  # type: ignore[no-untyped-def]
+def test_coupled_output_is_plain_decoding_token_for_token(
+    seed: int, shape: Shape, chosen: Policy, drafts: tuple[str, bool], fresh: bool
+) -> None:
     """Any drafts whatever: greedy, sampled with noise of their own, sampled with the shared noise; any sizing."""
     world = random_world(seed, shape)
     sizing = random_sizing(seed, world, fresh=fresh)
@@ -150,7 +161,9 @@ class _Foreign:
     def __init__(self, inner: RejectionVerifier) -> None:
         self.inner = inner
 
-    def __call__(self, log_probs, layout, chain, kept, seeds, *, greedy=False):  # type: ignore[no-untyped-def]
+    def __call__(
+        self, log_probs: Tensor, layout: Layout, chain: Chain, kept: Tensor, seeds: Seeds, *, greedy: bool = False
+    ) -> Verdict:
         return self.inner(log_probs, layout, chain, kept, seeds, greedy=greedy)
 
 
@@ -176,6 +189,8 @@ def test_bad_input_is_refused_by_name() -> None:
         check("coupled", "best")
     with pytest.raises(ValueError, match="drafting='soft'"):
         check("coupled", "proposed", drafting="soft")
+    with pytest.raises(ValueError, match="examples=0"):
+        check("coupled", "proposed", examples=0)
 
 
 def test_command_line_prints_what_it_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
