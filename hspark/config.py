@@ -166,8 +166,8 @@ class EngineConfig:
     max_batch_size: requests decoded at once; more are queued. max_length: tokens of prompt and output together.
     prefill_tokens: prompt tokens processed between two decode steps. run_ahead: steps enqueued before the oldest one
     is read; None for 0 where the host is the device and 1 elsewhere. compile: True compiles the device step, one graph
-    per padded size, each when it first occurs; "auto" and False run it eagerly. allow_lossy: run combinations that change the
-    output distribution, for study; their outputs are marked.
+    per padded size, each when it first occurs; "auto" and False run it eagerly. allow_lossy: run combinations that
+    change the output distribution, for study; their outputs are marked.
     """
 
     policy: Any = "proposed"

@@ -159,9 +159,10 @@ class RequestOutput:
     """The result of one request.
 
     text is None when the target has no tokenizer. `sources` names, for each output token, who proposed it: a
-    drafter's name, or "target" for the last token of every step, also where a stop token was drafted. `logprobs` holds, if asked for, the target's own log-probability of each token
-    (natural logarithm, before temperature, penalties and filters). `lossy` is True when the speculator ran a
-    combination that does not preserve the target's distribution, which only `allow_lossy=True` permits.
+    drafter's name, or "target" for the last token of every step, also where a stop token was drafted. `logprobs`
+    holds, if asked for, the target's own log-probability of each token (natural logarithm, before temperature,
+    penalties and filters). `lossy` is True when the speculator ran a combination that does not preserve the target's
+    distribution, which only `allow_lossy=True` permits.
     `error` says what went wrong when finish_reason is "error".
     """
 

@@ -53,8 +53,8 @@ class Engine:
 
     budget: "adaptive", "all", or a number of slots per step. budget_delay: steps between survivals and the step that
     they size. compiler: applied to the two device functions of a step, for example torch.compile with
-    fullgraph=True; sizes are then padded. run_ahead: steps enqueued before the oldest outcome is read. prefill_tokens: prompt tokens processed
-    between two decode steps while other requests are running. Not thread-safe.
+    fullgraph=True; sizes are then padded. run_ahead: steps enqueued before the oldest outcome is read.
+    prefill_tokens: prompt tokens processed between two decode steps while other requests are running. Not thread-safe.
     """
 
     def __init__(

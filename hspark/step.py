@@ -97,7 +97,7 @@ class DecodeStep:
         return chain._replace(length=length, survival=torch.where(inside, chain.survival, 0.0))
 
     def observe(self, features: Tensor, row: Tensor, position: Tensor) -> None:
-        """Shows every drafter its own taps of features [T, len(target.taps) * H]; arguments as for `Drafter.observe`."""
+        """Shows every drafter its own part of features [T, len(target.taps) * H]; see `Drafter.observe`."""
         size = features.shape[1] // max(len(self.target.taps), 1)
         first = 0
         for drafter in self.drafters:
