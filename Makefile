@@ -1,6 +1,7 @@
 # make demo    edit real code with the default model (installs what it needs into .venv first)
 # make test    all tests
 # make lint    ruff (rules and format) and mypy
+# make lossless  the long run of the losslessness suite: examples drawn and worst total variation per cell
 # Others: make test-quick (without the slow ones), make format, make clean.
 #
 # Variables: PYTHON=python3.12   another interpreter (3.11 or newer)
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PIP_ARGS)
 INPUTS := pyproject.toml $(CONSTRAINTS)
 
-.PHONY: demo test test-quick lint format clean help
+.PHONY: demo test test-quick lossless lint format clean help
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -35,6 +36,9 @@ test: $(VENV)/.installed-dev
 
 test-quick: PYTEST_ARGS += -m "not slow"
 test-quick: test
+
+lossless: $(VENV)/.installed-dev
+	$(BIN)/python -m hspark.verify.suite --examples 100 --sampled 3 --samples 50000
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

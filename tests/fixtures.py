@@ -187,12 +187,15 @@ def never(place: int, slot: int) -> bool:
 
 
 class LawDrafter:
-    """Samples its chain from a known law, and reports that law: law(tokens so far) -> logits [V] at temperature 1."""
+    """Samples its chain from a known law, and reports that law: law(tokens so far) -> logits [V] at temperature 1.
+
+    With `sampled=False` it takes the likeliest token of each slot instead, as a point mass.
+    """
 
     name, taps = "dspark", ()
 
-    def __init__(self, law: Law, vocab: int, width: int = 3, acceptance: float = 0.5) -> None:
-        self.law, self.vocab, self.width, self.acceptance = law, vocab, width, acceptance
+    def __init__(self, law: Law, vocab: int, width: int = 3, acceptance: float = 0.5, sampled: bool = True) -> None:
+        self.law, self.vocab, self.width, self.acceptance, self.sampled = law, vocab, width, acceptance, sampled
 
     def bind(self, target: TargetInfo, max_batch_size: int, max_length: int) -> None:
         assert target.vocab_size == self.vocab
@@ -207,7 +210,7 @@ class LawDrafter:
         for slot in range(self.width):
             laws[:, slot] = torch.stack([self.law(prefix) for prefix in prefixes]).log_softmax(dim=1)
             noise = gumbel_noise(rows.sampling.seed, slot_key(rows.length - 1, slot), self.vocab, STREAM_DRAFT)
-            drawn = (laws[:, slot] + noise).argmax(dim=1).tolist()
+            drawn = (laws[:, slot] + noise * self.sampled).argmax(dim=1).tolist()
             prefixes = [(*prefix, token) for prefix, token in zip(prefixes, drawn, strict=True)]
         tokens = torch.tensor([prefix[-self.width :] for prefix in prefixes])
         return Chain.build(
@@ -215,8 +218,8 @@ class LawDrafter:
             torch.full((batch,), self.width),
             torch.full(tokens.shape, self.acceptance),
             source=SOURCE_MODEL,
-            point_mass=torch.zeros_like(tokens, dtype=torch.bool),
-            log_probs=laws,
+            point_mass=torch.full_like(tokens, not self.sampled, dtype=torch.bool),
+            log_probs=laws if self.sampled else None,
         )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hspark.config import SamplingParams
+from hspark.policy import LossyCombinationError, policy, policy_names, refuse_if_lossy
 from tests.fixtures import LawDrafter, ScriptedTarget, build_engine, serve
 from tests.plain import Law, random_law, sampling_law
 
@@ -55,12 +56,19 @@ LAWS: list[dict[str, Any]] = [
 ]
 
 
-def outcomes(law: Law, drafter: Any, verify: str, options: dict[str, Any]) -> dict[tuple[int, ...], int]:
+def outcomes(
+    law: Law,
+    drafter: Any,
+    verify: str,
+    options: dict[str, Any],
+    policy: str = "model_only",
+    prompt: tuple[int, ...] = (1, 2),
+) -> dict[tuple[int, ...], int]:
     """How often each output came, over DRAWS requests with seeds 0, 1, ..."""
-    target = ScriptedTarget(law, SMALL, rows=100, max_length=8)
-    engine = build_engine(target, "model_only", model=drafter, verify=verify, budget="all")
+    target = ScriptedTarget(law, SMALL, rows=100, max_length=len(prompt) + LENGTH + 3)
+    engine = build_engine(target, policy, model=drafter, verify=verify, budget="all")
     params = {"max_new_tokens": LENGTH, "temperature": 1.0, **options}
-    jobs = [((1, 2), SamplingParams(seed=seed, **params)) for seed in range(DRAWS)]
+    jobs = [(prompt, SamplingParams(seed=seed, **params)) for seed in range(DRAWS)]
     counts: dict[tuple[int, ...], int] = {}
     for output in serve(engine, jobs, watch=False):
         counts[tuple(output.token_ids)] = counts.get(tuple(output.token_ids), 0) + 1
@@ -108,3 +116,20 @@ def test_sampled_drafts_equal_to_the_target_are_all_accepted() -> None:
         assert output.finish_reason == "length"
         assert output.metrics.drafters["dspark"].accepted == output.metrics.drafters["dspark"].verified == 25
         assert output.sources[:2] == ["dspark", "target"]
+
+
+LOOP = (0, 1, 2, 3) * 3  # the n-gram drafter continues it
+
+
+@pytest.mark.parametrize("drafting", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("policy_name", [name for name in policy_names() if name != "vanilla"])
+def test_every_policy_keeps_the_law_under_rejection(policy_name: str, drafting: str) -> None:
+    """Two real drafters, one chain per request, drafts accepted and rejected: three tokens follow the target's law."""
+    if not policy(policy_name).is_lossless(drafting, "rejection", 1.0):
+        with pytest.raises(LossyCombinationError, match=policy_name):
+            refuse_if_lossy(policy(policy_name), drafting, "rejection", 2)
+        return
+    law, other = random_law(SMALL, seed=1, order=2, scale=1.0), random_law(SMALL, seed=2, order=1, scale=1.0)
+    drafter = LawDrafter(other, SMALL, width=2, sampled=drafting == "probabilistic")
+    counts = outcomes(law, drafter, "rejection", {}, policy_name, LOOP)
+    assert is_plausible(counts, exact_outputs(law, LOOP, SamplingParams(temperature=1.0)))

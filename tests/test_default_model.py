@@ -1,0 +1,45 @@
+"""The default model, end to end: one seed gives one text, whatever drafts, chooses or checks."""
+
+from __future__ import annotations
+
+import pytest
+
+from hspark import HybridSpeculator, SamplingParams
+from hspark.drafters.known import known_drafter
+from hspark.policy import LinearCost
+
+PROGRAM = "def area(w, h):\n    if w < 0 or h < 0:\n        raise ValueError\n    return w * h"
+EDIT = f"Rename `w` to `width`.\n\n```python\n{PROGRAM}\n```"
+PROMPTS = [
+    [{"role": "user", "content": EDIT}],
+    [{"role": "user", "content": "Name three colours, then name them again."}],
+    "def add(a, b):\n    return a + b\n\ndef add(a, b):\n",
+]
+FREE = [("vanilla", "greedy"), ("ngram_only", "greedy"), ("proposed", "greedy")]
+HYBRID = [
+    ("model_only", "greedy"),
+    ("model_only", "probabilistic"),
+    ("proposed", "probabilistic"),
+    ("extension", "greedy"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_seed_one_text(temperature: float) -> None:
+    params = SamplingParams(max_new_tokens=32, temperature=temperature, seed=4)
+    runs = FREE + (HYBRID if known_drafter("smollm2-135m") else [])
+    texts = {}
+    for policy, drafting in runs:
+        speculator = HybridSpeculator.from_pretrained(
+            "smollm2-135m",
+            dtype="float32",
+            policy=policy,
+            drafting=drafting,
+            cost=LinearCost(0.05, 0.001),
+            max_length=256,
+            max_batch_size=3 if policy == "proposed" else 1,
+        )
+        texts[policy, drafting] = [output.token_ids for output in speculator.generate(PROMPTS, params)]
+        speculator.engine.check_integrity()
+    assert all(text == texts["vanilla", "greedy"] for text in texts.values())
