@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from hspark.config import SamplingParams
-from hspark.core import Chain, RowState
+from hspark.core import Chain
 from hspark.drafters.base import PromptReader
 from hspark.policy import BudgetDecision, CostModel, SurvivalHistory, choose_budget, evaluate_budget
 from hspark.request import Request
+from hspark.rows import new_rows, packed_sizes
 from hspark.sampling import SamplingMode, SamplingState
 from hspark.step import DecodeStep, Outcome, Shape
 
@@ -30,14 +31,6 @@ logger = logging.getLogger("hspark")
 
 # Contexts are bounded in multiples of this many positions, so that few static shapes occur.
 CONTEXT_BUCKET = 64
-# Packed sizes of a verification that are measured at start-up and, on an accelerator or compiled, padded to.
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-
-
-def packed_sizes(rows: int, width: int) -> tuple[int, ...]:
-    """The packed sizes in use for `rows` rows with chains of `width`, up to every slot of every row."""
-    most = rows * (width + 1)
-    return (*(size for size in SIZES if size < most), most)
 
 
 class InFlight(NamedTuple):
@@ -378,19 +371,3 @@ class Engine:
                 raise RuntimeError(f"row {row} holds other tokens than request {owner.number}")
             if length > int(self.rows.limit[row]) or length > self.capacity:
                 raise RuntimeError(f"row {row} has length {length}, past its limit")
-
-
-def new_rows(rows: int, max_length: int, device: torch.device) -> RowState:
-    """All rows free. `tokens` has one column more than max_length: the dump column."""
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=device)
-
-    return RowState(
-        tokens=zeros(rows, max_length + 1),
-        length=torch.ones(rows, dtype=torch.int64, device=device),
-        prompt_length=zeros(rows),
-        limit=zeros(rows),
-        running=zeros(rows, dtype=torch.bool),
-        sampling=SamplingState.defaults(rows, device),
-    )

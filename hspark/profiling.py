@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hspark.core import Chain, RowState
-from hspark.engine import new_rows, packed_sizes
 from hspark.policy import StepCostTable, profile_cost
+from hspark.rows import new_rows, packed_sizes
 from hspark.sampling import SamplingMode
 from hspark.step import DecodeStep, Shape
 

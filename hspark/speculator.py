@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -13,29 +12,25 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from hspark.config import EngineConfig, SamplingParams
+from hspark.building import (
+    check_length,
+    end_ids,
+    make_compiler,
+    make_config,
+    make_cost,
+    make_drafter,
+    make_lookup,
+    make_rules,
+)
+from hspark.config import SamplingParams
 from hspark.core import RequestOutput
-from hspark.drafters import NgramDrafter
 from hspark.drafters.base import Drafter
-from hspark.drafters.known import known_drafter
-from hspark.drafters.opening import open_drafter
 from hspark.engine import Engine
 from hspark.models import load_target, resolve_device, resolve_dtype
-from hspark.policy import (
-    AcceptanceEstimator,
-    CostModel,
-    LinearCost,
-    Policy,
-    load_cost,
-    lossy_reason,
-    policy,
-    refuse_if_lossy,
-)
-from hspark.profiling import profile_step
+from hspark.policy import CostModel, load_cost
 from hspark.request import Request
 from hspark.step import DecodeStep
 from hspark.target import CausalTarget
-from hspark.verify import Verifier, verifier
 
 logger = logging.getLogger("hspark")
 
@@ -78,18 +73,18 @@ class HybridSpeculator:
         cost: str | os.PathLike[str] | CostModel = "auto",
         **settings: Any,
     ) -> None:
-        self.config = _config(settings)
-        self.policy, self.verifier, lossy = _rules(self.config, drafter is not None, lookup is not None)
+        self.config = make_config(settings)
+        self.policy, self.verifier, lossy = make_rules(self.config, drafter is not None, lookup is not None)
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
-        free, self.estimator_note = _lookup(lookup, estimator, self.name)
+        free, self.estimator_note = make_lookup(lookup, estimator, self.name)
         self.tokenizer = tokenizer
-        _check_length(self.config.max_length, model)
+        check_length(self.config.max_length, model)
         target = CausalTarget(model, self.config.max_batch_size, self.config.max_length)
         step = DecodeStep(target, self.policy, self.verifier, drafter, free)
         for part in step.drafters:
             part.bind(target.info(self.name), self.config.max_batch_size, self.config.max_length)
         target.set_taps(tuple(tap for part in step.drafters for tap in part.taps))
-        self.cost = _cost(cost, step)
+        self.cost = make_cost(cost, step)
         run_ahead = self.config.run_ahead
         self.engine = Engine(
             step,
@@ -98,10 +93,10 @@ class HybridSpeculator:
             budget_delay=self.config.budget_delay,
             run_ahead=int(target.device.type != "cpu") if run_ahead is None else run_ahead,
             prefill_tokens=self.config.prefill_tokens,
-            eos_token_ids=_eos(model, tokenizer) if eos_token_ids is None else eos_token_ids,
+            eos_token_ids=end_ids(model, tokenizer) if eos_token_ids is None else eos_token_ids,
             tokenizer=tokenizer,
             lossy=lossy,
-            compiler=_compiler(self.config.compile),
+            compiler=make_compiler(self.config.compile),
         )
 
     @classmethod
@@ -137,11 +132,11 @@ class HybridSpeculator:
         """
         settings.update(policy=policy, budget=budget, drafting=drafting, verify=verify, budget_delay=budget_delay)
         settings.update(max_batch_size=max_batch_size, max_length=max_length, compile=compile, allow_lossy=allow_lossy)
-        config = _config(settings)
+        config = make_config(settings)
         resolve_dtype(dtype, resolve_device(device))
-        model_drafter = _drafter(drafter, str(target), config, dtype, device)
-        _rules(config, model_drafter is not None, lookup is not None)
-        _lookup(lookup, estimator, str(target))
+        model_drafter = make_drafter(drafter, str(target), config, dtype, device)
+        make_rules(config, model_drafter is not None, lookup is not None)
+        make_lookup(lookup, estimator, str(target))
         loaded_cost = load_cost(cost) if isinstance(cost, str | os.PathLike) and cost != "auto" else cost
         loaded = load_target(target, dtype, device, progress=progress)
         speculator = cls(
@@ -255,85 +250,6 @@ class HybridSpeculator:
                     self.engine.step()
         finally:
             self.engine.cancel(request)
-
-
-def _config(settings: dict[str, Any]) -> EngineConfig:
-    known = EngineConfig.__dataclass_fields__
-    for key in settings:
-        if key not in known:
-            raise ValueError(f"{key}={settings[key]!r} is not a setting; use {', '.join(known)}")
-    return EngineConfig(**settings)
-
-
-def _rules(config: EngineConfig, has_model: bool, has_free: bool) -> tuple[Policy, Verifier, bool]:
-    """Policy, verifier, and whether they change the output distribution; ValueError unless that was allowed."""
-    chosen = policy(config.policy) if isinstance(config.policy, str) else config.policy
-    checker = verifier(config.verify) if isinstance(config.verify, str) else config.verify
-    if chosen.name == "model_only" and not has_model:
-        raise ValueError("policy='model_only' needs a model drafter; give drafter=, or use 'ngram_only' or 'vanilla'")
-    if chosen.name == "ngram_only" and not has_free:
-        raise ValueError("policy='ngram_only' needs lookup='ngram'; give it, or use 'model_only' or 'vanilla'")
-    if not has_model:
-        return chosen, checker, False
-    if not config.allow_lossy:
-        refuse_if_lossy(chosen, config.drafting, checker.name, config.budget_delay, budget=config.budget)
-    reason = lossy_reason(chosen, config.drafting, checker.name, config.budget_delay, budget=config.budget)
-    return chosen, checker, reason is not None
-
-
-def _drafter(drafter: Any, target: str, config: EngineConfig, dtype: Any, device: Any) -> Drafter | None:
-    """The model drafter that is meant, opened and checked; a DSpark drafter's weights are read later, by `bind`."""
-    if drafter == "auto":
-        drafter = known_drafter(target)
-    if drafter is None or not isinstance(drafter, str | os.PathLike):
-        return drafter
-    checker = verifier(config.verify) if isinstance(config.verify, str) else config.verify
-    noise = "coupled" if checker.name == "coupled" else "independent"
-    return open_drafter(drafter, dtype, device, drafting=config.drafting, noise=noise)
-
-
-def _lookup(lookup: Any, estimator: Any, target: str) -> tuple[Drafter | None, str]:
-    if lookup is None or not isinstance(lookup, str):
-        return lookup, ""
-    if lookup != "ngram":
-        raise ValueError(f"lookup={lookup!r} is unknown; use 'ngram' or None")
-    resolved, note = AcceptanceEstimator.resolve(estimator, target)
-    return NgramDrafter(resolved), note
-
-
-def _cost(cost: Any, step: DecodeStep) -> CostModel:
-    """The cost model that is meant; without drafters there is nothing to price, so nothing is measured."""
-    if not isinstance(cost, str | os.PathLike):
-        return cost
-    if cost != "auto":
-        return load_cost(cost)
-    return profile_step(step) if step.drafters else LinearCost(1.0, 0.0)
-
-
-def _compiler(compile: str | bool) -> Any:
-    """torch.compile as the step needs it, or None to run eagerly."""
-    if compile is not True:
-        return None
-    import torch._dynamo
-
-    # One variant per padded size, context bucket and sampling mode: more than the default limit allows.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-    return functools.partial(torch.compile, fullgraph=True, dynamic=False)
-
-
-def _check_length(max_length: int, model: Any) -> None:
-    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if known is not None and max_length > known:
-        raise ValueError(f"max_length={max_length} is more than this model's {known} positions; use at most {known}")
-
-
-def _eos(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """End-of-sequence ids of a model given as an object: those of its generation config, its config, its tokenizer."""
-    found: set[int] = set()
-    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
-        value = getattr(holder, "eos_token_id", None)
-        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    return tuple(sorted(found))
 
 
 def _items(name: str, value: Any) -> list[Any]:

@@ -16,168 +16,17 @@ Positions of a row with `length` committed tokens, of which the newest (the anch
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from hspark.drafters.base import TargetInfo
+from hspark.kv_buffers import ATTENTION_NAME, KVBuffers, LayerShape, Plan, Probe, UnsupportedModelError
 from hspark.packing import fuse_norms, pack_linears
-
-ATTENTION_NAME = "hspark_static"
 
 # Layer kinds whose state cannot be rolled back by overwriting positions.
 _STATEFUL = ("mamba", "ssm", "rwkv", "recurrent", "linear_attention", "conv", "hybrid", "chunked_attention")
-
-
-class UnsupportedModelError(ValueError):
-    """The model's architecture cannot run on static KV buffers."""
-
-
-class Plan(NamedTuple):
-    """Where the T packed tokens of one forward go, and what they see. R' rows take part (all, or one in prefill).
-
-    write:  int64 [T] flat index row * (max_length + 1) + position into the KV buffers.
-    grid:   int64 [R', Q] packed index of query q of row r (any valid index where there is none).
-    packed: int64 [T] index of each packed token in the flattened grid.
-    masks:  one additive mask [R', 1, G * Q, C] for each (window, G) kind of layer.
-    first_row, rows: the buffer rows that take part are first_row .. first_row + rows - 1.
-    context: C, how many leading positions of the buffers are attended to.
-    dense: every row has exactly Q slots, so packed order and grid order are the same and nothing need be gathered.
-    """
-
-    write: Tensor
-    grid: Tensor
-    packed: Tensor
-    masks: tuple[Tensor, ...]
-    first_row: int
-    rows: int
-    context: int
-    dense: bool
-
-
-class LayerShape(NamedTuple):
-    """What the attention function saw of one layer: heads, head sizes, and its sliding window (None = all)."""
-
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    window: int | None
-    shares_with: int | None  # layer whose buffer this one reads, for models that share keys and values
-
-
-class _Probe:
-    """Collects LayerShapes during one forward of a single token."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, LayerShape] = {}
-        self.stores: dict[Any, int] = {}
-
-
-def _check_extras(module: nn.Module, extras: dict[str, Any]) -> None:
-    for name in ("softcap", "s_aux", "position_bias"):
-        if extras.get(name) is not None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} asks attention for {name}, which static KV buffers do not implement; "
-                "use a model without it"
-            )
-
-
-def static_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    hspark: Any = None,
-    **extras: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface on static buffers: query [1, H, T, D], key and value [1, H_kv, T, D]."""
-    if hspark is None:
-        raise RuntimeError("this model's attention now runs on hspark's static buffers; call it through CausalTarget")
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    if isinstance(hspark, _Probe):
-        _check_extras(module, extras)
-        kind = getattr(module, "layer_type", None)
-        shared = hspark.stores[kind] if getattr(module, "is_kv_shared_layer", False) else None
-        if getattr(module, "store_full_length_kv", False):
-            hspark.stores[kind] = layer
-        hspark.layers[layer] = LayerShape(
-            query.shape[1], key.shape[1], key.shape[3], value.shape[3], sliding_window, shared
-        )
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-    buffers, plan = hspark
-    return buffers.attend(layer, query[0], key[0], value[0], scaling, plan)[None], None
-
-
-AttentionInterface.register(ATTENTION_NAME, static_attention)
-
-
-class KVBuffers:
-    """Keys and values of every layer, [R, S + 1, H_kv * D] each, allocated once; column S is the dump column."""
-
-    def __init__(
-        self, shapes: list[LayerShape], rows: int, max_length: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.shapes = shapes
-        self.kinds: list[tuple[int | None, int]] = []
-        self.kind_of: list[int] = []
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        for shape in shapes:
-            kind = (shape.window, shape.heads // shape.kv_heads)
-            if kind not in self.kinds:
-                self.kinds.append(kind)
-            self.kind_of.append(self.kinds.index(kind))
-            if shape.shares_with is not None:
-                self.keys.append(self.keys[shape.shares_with])
-                self.values.append(self.values[shape.shares_with])
-                continue
-            for store, dim in ((self.keys, shape.key_dim), (self.values, shape.value_dim)):
-                store.append(torch.zeros(rows, max_length + 1, shape.kv_heads * dim, dtype=dtype, device=device))
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, plan: Plan
-    ) -> Tensor:
-        """Writes key and value [H_kv, T, D] of one layer, returns the attention output [T, H, D_v] of query [H, T, D].
-
-        Grouped queries are folded into the query dimension, so keys and values are read once and never repeated.
-        """
-        shape = self.shapes[layer]
-        if shape.shares_with is None:
-            for store, new in ((self.keys, key), (self.values, value)):
-                flat = store[layer].view(-1, store[layer].shape[2])
-                flat.index_copy_(0, plan.write, new.transpose(0, 1).reshape(new.shape[1], -1))
-        rows, queries = plan.grid.shape
-        span = slice(plan.first_row, plan.first_row + plan.rows)
-        keys = self.keys[layer][span, : plan.context].unflatten(-1, (shape.kv_heads, shape.key_dim)).transpose(1, 2)
-        values = self.values[layer][span, : plan.context].unflatten(-1, (shape.kv_heads, shape.value_dim))
-        values = values.transpose(1, 2)
-        group = shape.heads // shape.kv_heads
-        if not plan.dense:
-            query = query[:, plan.grid.reshape(-1)]
-        grid = query.view(shape.kv_heads, group, rows, queries, shape.key_dim)
-        grid = grid.permute(2, 0, 1, 3, 4).reshape(rows, shape.kv_heads, group * queries, shape.key_dim)
-        mask = plan.masks[self.kind_of[layer]]
-        out = F.scaled_dot_product_attention(grid, keys, values, attn_mask=mask, scale=scaling)
-        out = out.view(rows, shape.heads, queries, shape.value_dim).transpose(1, 2)
-        out = out.reshape(rows * queries, shape.heads, shape.value_dim)
-        return out if plan.dense else out[plan.packed]
-
-    def clear(self, row: int, start: int = 0) -> None:
-        """Zeroes one row from position `start` on: a masked NaN would still poison a weighted sum."""
-        for store in (*self.keys, *self.values):
-            store[row, start:].zero_()
-
-    def num_bytes(self) -> int:
-        """Bytes of all buffers; layers that share one count it once."""
-        distinct = {id(store): store for store in self.keys + self.values}
-        return sum(store.numel() * store.element_size() for store in distinct.values())
 
 
 class CausalTarget:
@@ -224,7 +73,7 @@ class CausalTarget:
 
     @torch.inference_mode()
     def _probe(self) -> list[LayerShape]:
-        probe = _Probe()
+        probe = Probe()
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self.decoder(input_ids=ids, position_ids=ids, use_cache=False, hspark=probe)
         if sorted(probe.layers) != list(range(len(self.layers))):
@@ -343,3 +192,6 @@ class CausalTarget:
         features = torch.cat([self._captured[tap][0] for tap in self.taps], dim=-1)
         self._captured.clear()
         return features
+
+
+__all__ = ["CausalTarget", "Plan", "UnsupportedModelError"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hspark import HybridSpeculator, SamplingParams
@@ -10,7 +12,7 @@ from hspark.policy import LinearCost
 
 PROGRAM = "def area(w, h):\n    if w < 0 or h < 0:\n        raise ValueError\n    return w * h"
 EDIT = f"Rename `w` to `width`.\n\n```python\n{PROGRAM}\n```"
-PROMPTS = [
+PROMPTS: list[Any] = [
     [{"role": "user", "content": EDIT}],
     [{"role": "user", "content": "Name three colours, then name them again."}],
     "def add(a, b):\n    return a + b\n\ndef add(a, b):\n",

@@ -34,5 +34,4 @@ def test_drafters_and_policies_are_found_where_documented() -> None:
 
     for public in (AcceptanceEstimator, LinearCost, StepCostTable, DSparkDrafter, NgramDrafter):
         assert isinstance(public, type)
-    for public in (allocate, choose_budget, policy, check, exact_distribution, verifier):
-        assert callable(public)
+    assert all(callable(public) for public in (allocate, choose_budget, policy, check, exact_distribution, verifier))

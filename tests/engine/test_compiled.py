@@ -10,8 +10,8 @@ import torch
 
 from hspark import HybridSpeculator, SamplingParams
 from hspark.drafters.causal_lm import CausalLMDrafter
-from hspark.engine import packed_sizes
 from hspark.policy import LinearCost
+from hspark.rows import packed_sizes
 from tests.tiny import tiny_llama, tiny_qwen3
 
 PROMPTS = [[1, 2, 3] * 5, [5] * 20, [7]]

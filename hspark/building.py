@@ -1,0 +1,105 @@
+"""From a user's arguments to the parts of a speculator; every function refuses what cannot work, by name."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from hspark.config import EngineConfig
+from hspark.drafters import NgramDrafter
+from hspark.drafters.base import Drafter
+from hspark.drafters.known import known_drafter
+from hspark.drafters.opening import open_drafter
+from hspark.policy import (
+    AcceptanceEstimator,
+    CostModel,
+    LinearCost,
+    Policy,
+    load_cost,
+    lossy_reason,
+    policy,
+    refuse_if_lossy,
+)
+from hspark.profiling import profile_step
+from hspark.step import DecodeStep
+from hspark.verify import Verifier, verifier
+
+
+def make_config(settings: dict[str, Any]) -> EngineConfig:
+    known = EngineConfig.__dataclass_fields__
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"{key}={settings[key]!r} is not a setting; use {', '.join(known)}")
+    return EngineConfig(**settings)
+
+
+def make_rules(config: EngineConfig, has_model: bool, has_free: bool) -> tuple[Policy, Verifier, bool]:
+    """Policy, verifier, and whether they change the output distribution; ValueError unless that was allowed."""
+    chosen = policy(config.policy) if isinstance(config.policy, str) else config.policy
+    checker = verifier(config.verify) if isinstance(config.verify, str) else config.verify
+    if chosen.name == "model_only" and not has_model:
+        raise ValueError("policy='model_only' needs a model drafter; give drafter=, or use 'ngram_only' or 'vanilla'")
+    if chosen.name == "ngram_only" and not has_free:
+        raise ValueError("policy='ngram_only' needs lookup='ngram'; give it, or use 'model_only' or 'vanilla'")
+    if not has_model:
+        return chosen, checker, False
+    if not config.allow_lossy:
+        refuse_if_lossy(chosen, config.drafting, checker.name, config.budget_delay, budget=config.budget)
+    reason = lossy_reason(chosen, config.drafting, checker.name, config.budget_delay, budget=config.budget)
+    return chosen, checker, reason is not None
+
+
+def make_drafter(drafter: Any, target: str, config: EngineConfig, dtype: Any, device: Any) -> Drafter | None:
+    """The model drafter that is meant, opened and checked; a DSpark drafter's weights are read later, by `bind`."""
+    if drafter == "auto":
+        drafter = known_drafter(target)
+    if drafter is None or not isinstance(drafter, str | os.PathLike):
+        return drafter
+    checker = verifier(config.verify) if isinstance(config.verify, str) else config.verify
+    noise = "coupled" if checker.name == "coupled" else "independent"
+    return open_drafter(drafter, dtype, device, drafting=config.drafting, noise=noise)
+
+
+def make_lookup(lookup: Any, estimator: Any, target: str) -> tuple[Drafter | None, str]:
+    if lookup is None or not isinstance(lookup, str):
+        return lookup, ""
+    if lookup != "ngram":
+        raise ValueError(f"lookup={lookup!r} is unknown; use 'ngram' or None")
+    resolved, note = AcceptanceEstimator.resolve(estimator, target)
+    return NgramDrafter(resolved), note
+
+
+def make_cost(cost: Any, step: DecodeStep) -> CostModel:
+    """The cost model that is meant; without drafters there is nothing to price, so nothing is measured."""
+    if not isinstance(cost, str | os.PathLike):
+        return cost
+    if cost != "auto":
+        return load_cost(cost)
+    return profile_step(step) if step.drafters else LinearCost(1.0, 0.0)
+
+
+def make_compiler(compile: str | bool) -> Any:
+    """torch.compile as the step needs it, or None to run eagerly."""
+    if compile is not True:
+        return None
+    import torch._dynamo
+
+    # One variant per padded size, context bucket and sampling mode: more than the default limit allows.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+    return functools.partial(torch.compile, fullgraph=True, dynamic=False)
+
+
+def check_length(max_length: int, model: Any) -> None:
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if known is not None and max_length > known:
+        raise ValueError(f"max_length={max_length} is more than this model's {known} positions; use at most {known}")
+
+
+def end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """End-of-sequence ids of a model given as an object: those of its generation config, its config, its tokenizer."""
+    found: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
+        value = getattr(holder, "eos_token_id", None)
+        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return tuple(sorted(found))
