@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import replace
 from typing import Any
 
-from hspark.config import EngineConfig
+import torch
+
+from hspark.config import PAPER_DELAY, EngineConfig
 from hspark.drafters import NgramDrafter
 from hspark.drafters.base import Drafter
 from hspark.drafters.known import known_drafter
@@ -34,6 +37,19 @@ def make_config(settings: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**settings)
 
 
+def settle_delay(config: EngineConfig, device: torch.device, has_model: bool) -> EngineConfig:
+    """The configuration with `budget_delay` decided. Where the host is the device, sizing can wait for the step's own
+    survivals at no cost, so it does, unless sampled drafts would then decide which slots are verified."""
+    if config.budget_delay is not None:
+        return config
+    fresh = device.type == "cpu" and not config.run_ahead
+    if fresh and has_model:
+        chosen = policy(config.policy) if isinstance(config.policy, str) else config.policy
+        checker = verifier(config.verify) if isinstance(config.verify, str) else config.verify
+        fresh = lossy_reason(chosen, config.drafting, checker.name, 0, budget=config.budget) is None
+    return replace(config, budget_delay=0 if fresh else PAPER_DELAY)
+
+
 def make_rules(config: EngineConfig, has_model: bool, has_free: bool) -> tuple[Policy, Verifier, bool]:
     """Policy, verifier, and whether they change the output distribution; ValueError unless that was allowed."""
     chosen = policy(config.policy) if isinstance(config.policy, str) else config.policy
@@ -44,9 +60,10 @@ def make_rules(config: EngineConfig, has_model: bool, has_free: bool) -> tuple[P
         raise ValueError("policy='ngram_only' needs lookup='ngram'; give it, or use 'model_only' or 'vanilla'")
     if not has_model:
         return chosen, checker, False
+    delay = PAPER_DELAY if config.budget_delay is None else config.budget_delay
     if not config.allow_lossy:
-        refuse_if_lossy(chosen, config.drafting, checker.name, config.budget_delay, budget=config.budget)
-    reason = lossy_reason(chosen, config.drafting, checker.name, config.budget_delay, budget=config.budget)
+        refuse_if_lossy(chosen, config.drafting, checker.name, delay, budget=config.budget)
+    reason = lossy_reason(chosen, config.drafting, checker.name, delay, budget=config.budget)
     return chosen, checker, reason is not None
 
 

@@ -155,6 +155,10 @@ class SamplingParams:
         )
 
 
+# Steps between survivals and the step that they size, where the device runs ahead of the host (the paper, appendix O).
+PAPER_DELAY = 2
+
+
 @_refuses_unknown
 @dataclass(frozen=True)
 class EngineConfig:
@@ -162,7 +166,8 @@ class EngineConfig:
 
     policy: which chain each request keeps. budget: "adaptive", "all", or draft slots verified per step over the whole
     batch. drafting: "greedy" or "probabilistic" model drafts. verify: "coupled" or "rejection".
-    budget_delay: steps between survivals and the step that they size (2 as in the paper; 0, fresh, is for study).
+    budget_delay: steps between survivals and the step that they size. None: 0, fresh, where the host is the device and
+    exactness allows it, since nothing has to wait there; else 2, as in the paper.
     max_batch_size: requests decoded at once; more are queued. max_length: tokens of prompt and output together.
     prefill_tokens: prompt tokens processed between two decode steps. run_ahead: steps enqueued before the oldest one
     is read; None for 0 where the host is the device and 1 elsewhere. compile: True compiles the device step, one graph
@@ -174,7 +179,7 @@ class EngineConfig:
     budget: str | int = "adaptive"
     drafting: str = "greedy"
     verify: Any = "coupled"
-    budget_delay: int = 2
+    budget_delay: int | None = None
     max_batch_size: int = 4
     max_length: int = 2048
     prefill_tokens: int = 1024
@@ -189,15 +194,17 @@ class EngineConfig:
             _integer("budget", self.budget, 0, "'adaptive', 'all', or an integer of at least 0")
         if self.drafting not in ("greedy", "probabilistic"):
             raise ValueError(f"drafting={self.drafting!r} is unknown; use 'greedy' or 'probabilistic'")
-        _integer("budget_delay", self.budget_delay, 0, "an integer of at least 0 (2 is the paper's)")
+        if self.budget_delay is not None:
+            _integer("budget_delay", self.budget_delay, 0, "an integer of at least 0 (2 is the paper's), or None")
         _integer("max_batch_size", self.max_batch_size, 1, "an integer of at least 1")
         _integer("max_length", self.max_length, 2, "an integer of at least 2 tokens")
         _integer("prefill_tokens", self.prefill_tokens, 1, "an integer of at least 1")
         if self.run_ahead is not None:
             _integer("run_ahead", self.run_ahead, 0, "an integer of at least 0, or None")
-            if self.run_ahead and self.budget == "adaptive" and self.budget_delay <= self.run_ahead:
+            delay = PAPER_DELAY if self.budget_delay is None else self.budget_delay
+            if self.run_ahead and self.budget == "adaptive" and delay <= self.run_ahead:
                 raise ValueError(
-                    f"budget_delay={self.budget_delay} needs survivals that run_ahead={self.run_ahead} has not read "
+                    f"budget_delay={delay} needs survivals that run_ahead={self.run_ahead} has not read "
                     f"yet; use a budget_delay above {self.run_ahead}"
                 )
         if self.compile not in ("auto", True, False):

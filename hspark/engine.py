@@ -233,7 +233,7 @@ class Engine:
         if self.budget_delay > 0:
             self._size(self.step_number, running)
         chain = self._propose(mode)
-        if self.budget_delay == 0:  # fresh sizing, for study: the host waits for this step's own survivals
+        if self.budget_delay == 0:  # fresh sizing: the host waits for this step's own survivals
             self.history.push(self.step_number, chain.survival)
             self._size(self.step_number, running)
         kept = self.device_step.allocate(chain, torch.tensor(self.decision.budget, device=self.device))

@@ -128,26 +128,38 @@ class KVBuffers:
 
         Grouped queries are folded into the query dimension, so keys and values are read once and never repeated.
         """
+        self.write(layer, key.transpose(0, 1), value.transpose(0, 1), plan)
+        return self.look_up(layer, query.transpose(0, 1), scaling, plan).unflatten(-1, (query.shape[0], -1))
+
+    def write(self, layer: int, key: Tensor, value: Tensor, plan: Plan) -> None:
+        """Stores key and value [T, H_kv, D] of one layer at the plan's places, unless the layer shares another's."""
+        if self.shapes[layer].shares_with is not None:
+            return
+        for store, new in ((self.keys[layer], key), (self.values[layer], value)):
+            store.view(-1, store.shape[2]).index_copy_(0, plan.write, new.flatten(1))
+
+    def look_up(self, layer: int, query: Tensor, scaling: float | None, plan: Plan) -> Tensor:
+        """The attention output [T, H * D_v] of query [T, H, D] over the rows' buffers."""
         shape = self.shapes[layer]
-        if shape.shares_with is None:
-            for store, new in ((self.keys, key), (self.values, value)):
-                flat = store[layer].view(-1, store[layer].shape[2])
-                flat.index_copy_(0, plan.write, new.transpose(0, 1).reshape(new.shape[1], -1))
         rows, queries = plan.grid.shape
-        span = slice(plan.first_row, plan.first_row + plan.rows)
-        keys = self.keys[layer][span, : plan.context].unflatten(-1, (shape.kv_heads, shape.key_dim)).transpose(1, 2)
-        values = self.values[layer][span, : plan.context].unflatten(-1, (shape.kv_heads, shape.value_dim))
-        values = values.transpose(1, 2)
         group = shape.heads // shape.kv_heads
+        keys, values = self._visible(layer, plan)
         if not plan.dense:
-            query = query[:, plan.grid.reshape(-1)]
-        grid = query.view(shape.kv_heads, group, rows, queries, shape.key_dim)
-        grid = grid.permute(2, 0, 1, 3, 4).reshape(rows, shape.kv_heads, group * queries, shape.key_dim)
+            query = query[plan.grid.reshape(-1)]
+        grid = query.reshape(rows, queries, shape.kv_heads, group, shape.key_dim).permute(0, 2, 3, 1, 4)
+        grid = grid.reshape(rows, shape.kv_heads, group * queries, shape.key_dim)
         mask = plan.masks[self.kind_of[layer]]
         out = F.scaled_dot_product_attention(grid, keys, values, attn_mask=mask, scale=scaling)
-        out = out.view(rows, shape.heads, queries, shape.value_dim).transpose(1, 2)
-        out = out.reshape(rows * queries, shape.heads, shape.value_dim)
+        out = out.view(rows, shape.heads, queries, shape.value_dim).transpose(1, 2).reshape(rows * queries, -1)
         return out if plan.dense else out[plan.packed]
+
+    def _visible(self, layer: int, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Keys [R', H_kv, C, D] and values [R', H_kv, C, D_v] that the plan attends to, as views."""
+        shape = self.shapes[layer]
+        span = slice(plan.first_row, plan.first_row + plan.rows)
+        keys = self.keys[layer][span, : plan.context].unflatten(-1, (shape.kv_heads, shape.key_dim))
+        values = self.values[layer][span, : plan.context].unflatten(-1, (shape.kv_heads, shape.value_dim))
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def clear(self, row: int, start: int = 0) -> None:
         """Zeroes one row from position `start` on: a masked NaN would still poison a weighted sum."""

@@ -62,9 +62,9 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--budget-delay",
         type=int,
-        default=2,
+        default=None,
         metavar="STEPS",
-        help="steps from survivals to the step they size (default: 2)",
+        help="steps from survivals to the step they size (default: 0 on a CPU, 2 elsewhere)",
     )
     add("--compile", choices=list(_COMPILE), default="auto", help="torch.compile the step (default: auto)")
     add("--allow-lossy", action="store_true", help="run combinations that change the output distribution, for study")

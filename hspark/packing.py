@@ -44,7 +44,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._matrix, self.bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise.default(x, self._matrix, self.bias, "none", [], "")
         return F.linear(x, self._matrix, self.bias)
 
 
@@ -103,15 +103,36 @@ def pack_linears(model: Any) -> int:
     return done
 
 
-class FusedRMSNorm(nn.Module):
-    """Root-mean-square norm as one operator instead of eight."""
+def pack_each(module: Any, keep_weight: tuple[str, ...] = ()) -> int:
+    """Packs every plain linear layer of a small network by itself, in place; returns how many.
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    keep_weight: names of layers whose `weight` stays readable.
+    """
+    done = 0
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if _is_plain(child) and _can_pack(child.weight.dtype):
+                bias = None if child.bias is None else child.bias.data
+                setattr(parent, name, PackedLinear(child.weight.data, bias, keep_weight=name in keep_weight))
+                done += 1
+    return done
+
+
+class FusedRMSNorm(nn.Module):
+    """Root-mean-square norm in one or two operators instead of eight.
+
+    weight_last: the weight multiplies the rounded result, as in the Llama family, instead of before the rounding.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, weight_last: bool) -> None:
         super().__init__()
-        self.weight, self.eps = weight, eps
+        self.weight, self.eps, self.weight_last = weight, eps, weight_last
+        self.shape = tuple(weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if self.weight_last:
+            return F.rms_norm(x, self.shape, None, self.eps) * self.weight
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
 
 
 @torch.inference_mode()
@@ -127,12 +148,13 @@ def fuse_norms(model: Any) -> int:
             weight, eps = getattr(child, "weight", None), getattr(child, "variance_epsilon", None)
             if not type(child).__name__.endswith("RMSNorm") or not isinstance(eps, float) or weight is None:
                 continue
-            fused = FusedRMSNorm(weight.data, eps)
-            generator = torch.Generator().manual_seed(0)
-            sample = torch.randn(8, weight.shape[-1], generator=generator).to(weight.dtype) * 3
-            if torch.equal(fused(sample), child(sample)):
-                setattr(parent, name, fused)
-                done += 1
+            sample = torch.randn(8, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight.dtype) * 3
+            for weight_last in (False, True):
+                fused = FusedRMSNorm(weight.data, eps, weight_last)
+                if torch.equal(fused(sample), child(sample)):
+                    setattr(parent, name, fused)
+                    done += 1
+                    break
     return done
 
 

@@ -21,11 +21,13 @@ from hspark.building import (
     make_drafter,
     make_lookup,
     make_rules,
+    settle_delay,
 )
 from hspark.config import SamplingParams
 from hspark.core import RequestOutput
 from hspark.drafters.base import Drafter
 from hspark.engine import Engine
+from hspark.huge_pages import use_huge_pages
 from hspark.models import load_target, resolve_device, resolve_dtype
 from hspark.policy import CostModel, load_cost
 from hspark.request import Request
@@ -33,6 +35,9 @@ from hspark.step import DecodeStep
 from hspark.target import CausalTarget
 
 logger = logging.getLogger("hspark")
+
+# Models from so many bytes on are moved onto huge pages; small ones sit in the caches.
+HUGE_PAGES_FROM = 32 << 20
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | torch.Tensor
 
@@ -73,24 +78,28 @@ class HybridSpeculator:
         cost: str | os.PathLike[str] | CostModel = "auto",
         **settings: Any,
     ) -> None:
-        self.config = make_config(settings)
+        device = next(model.parameters()).device
+        self.config = settle_delay(make_config(settings), device, drafter is not None)
         self.policy, self.verifier, lossy = make_rules(self.config, drafter is not None, lookup is not None)
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
         free, self.estimator_note = make_lookup(lookup, estimator, self.name)
         self.tokenizer = tokenizer
         check_length(self.config.max_length, model)
+        weight_bytes = sum(weight.nbytes for weight in model.parameters())
         target = CausalTarget(model, self.config.max_batch_size, self.config.max_length)
         step = DecodeStep(target, self.policy, self.verifier, drafter, free)
         for part in step.drafters:
             part.bind(target.info(self.name), self.config.max_batch_size, self.config.max_length)
         target.set_taps(tuple(tap for part in step.drafters for tap in part.taps))
+        if target.device.type == "cpu" and weight_bytes >= HUGE_PAGES_FROM:
+            use_huge_pages()
         self.cost = make_cost(cost, step)
         run_ahead = self.config.run_ahead
         self.engine = Engine(
             step,
             self.cost,
             budget=self.config.budget,
-            budget_delay=self.config.budget_delay,
+            budget_delay=self.config.budget_delay or 0,  # settled above
             run_ahead=int(target.device.type != "cpu") if run_ahead is None else run_ahead,
             prefill_tokens=self.config.prefill_tokens,
             eos_token_ids=end_ids(model, tokenizer) if eos_token_ids is None else eos_token_ids,
@@ -112,7 +121,7 @@ class HybridSpeculator:
         verify: Any = "coupled",
         estimator: str | os.PathLike[str] = "auto",
         cost: str | os.PathLike[str] | CostModel = "auto",
-        budget_delay: int = 2,
+        budget_delay: int | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         max_batch_size: int = 4,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hspark.drafters.base import TargetInfo
 from hspark.kv_buffers import ATTENTION_NAME, KVBuffers, LayerShape, Plan, Probe, UnsupportedModelError
+from hspark.lean_layers import LeanModel, lean_model
 from hspark.packing import fuse_norms, pack_linears
 
 # Layer kinds whose state cannot be rolled back by overwriting positions.
@@ -33,7 +34,7 @@ class CausalTarget:
     """The target model of the engine.
 
     model: a transformers causal LM. It is taken over: its attention implementation is replaced by the static one, and
-    on a CPU its linear layers are laid out anew (`hspark.packing`), so it no longer runs by itself.
+    on a CPU its layers are laid out anew (`hspark.packing`, `hspark.lean_layers`), so it no longer runs by itself.
     rows, max_length: static sizes R and S of the buffers. taps: layers whose outputs `forward` also returns; index i is
     the output of decoder layer i (0-based), -1 the embedding output.
     Raises UnsupportedModelError, naming the architecture, for models that keep recurrent or convolutional state.
@@ -54,6 +55,7 @@ class CausalTarget:
         self.layers: nn.ModuleList = self.decoder.layers
         model.set_attn_implementation(ATTENTION_NAME)
         self.buffers = KVBuffers(self._probe(), rows, max_length, self.dtype, self.device)
+        self.lean = self._lean()
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self.taps: tuple[int, ...] = ()
@@ -83,6 +85,14 @@ class CausalTarget:
             )
         return [probe.layers[i] for i in range(len(self.layers))]
 
+    def _lean(self) -> LeanModel | None:
+        """The model with few operators, where that gives the same results (on a CPU)."""
+        if self.device.type != "cpu":
+            return None
+        lean = lean_model(self.model, self.buffers, self._prefill_plan(0, 0, min(4, self.max_length)))
+        self.buffers.clear(0)
+        return lean
+
     def info(self, name: str) -> TargetInfo:
         """What drafters are bound to."""
         return TargetInfo(
@@ -104,7 +114,7 @@ class CausalTarget:
         for hook in self._hooks:
             hook.remove()
         self.taps, self._hooks = tuple(taps), []
-        for tap in self.taps:
+        for tap in self.taps if self.lean is None else ():
             self._hooks.append(self._hook(tap))
 
     def _hook(self, tap: int) -> Any:
@@ -158,15 +168,21 @@ class CausalTarget:
         dense = row.shape[0] == self.rows * queries and full
         return Plan(write, index, row * queries + offset, masks, 0, self.rows, context, dense)
 
-    @torch.inference_mode()
-    def prefill(self, tokens: Tensor, row: int, start: int) -> Tensor | None:
-        """Processes `tokens` [T] of one row at positions start.. ; returns the taps [T, len(taps) * H] or None."""
-        count = tokens.shape[0]
+    def _prefill_plan(self, row: int, start: int, count: int) -> Plan:
+        """One row's plan for `count` tokens from position `start` on."""
         slots = torch.arange(count, device=self.device)
         position = start + slots
         write = row * (self.max_length + 1) + position
         context = start + count
-        plan = Plan(write, slots[None], slots, self._masks(position[None], context), row, 1, context, True)
+        return Plan(write, slots[None], slots, self._masks(position[None], context), row, 1, context, True)
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Tensor, row: int, start: int) -> Tensor | None:
+        """Processes `tokens` [T] of one row at positions start.. ; returns the taps [T, len(taps) * H] or None."""
+        plan = self._prefill_plan(row, start, tokens.shape[0])
+        position = start + torch.arange(tokens.shape[0], device=self.device)
+        if self.lean is not None:
+            return join(self.lean.decode(tokens, position, (self.buffers, plan), self.taps)[1])
         self.decoder(input_ids=tokens[None], position_ids=position[None], use_cache=False, hspark=(self.buffers, plan))
         return self._features()
 
@@ -177,6 +193,9 @@ class CausalTarget:
 
         keep: int64 [N] packed slots whose logits are wanted, in that order; None for all.
         """
+        if self.lean is not None:
+            hidden, taps = self.lean.decode(tokens, position, (self.buffers, plan), self.taps)
+            return self.lean.logits(hidden, keep), join(taps)
         logits = self.model(
             input_ids=tokens[None],
             position_ids=position[None],
@@ -187,11 +206,14 @@ class CausalTarget:
         return logits, self._features()
 
     def _features(self) -> Tensor | None:
-        if not self.taps:
-            return None
-        features = torch.cat([self._captured[tap][0] for tap in self.taps], dim=-1)
+        features = join([self._captured[tap][0] for tap in self.taps])
         self._captured.clear()
         return features
+
+
+def join(taps: list[Tensor]) -> Tensor | None:
+    """[T, n * H] from n tapped hidden states [T, H]; None for none."""
+    return torch.cat(taps, dim=-1) if taps else None
 
 
 __all__ = ["CausalTarget", "Plan", "UnsupportedModelError"]

@@ -20,7 +20,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hspark.core import SOURCE_MODEL, Chain, RowState
 from hspark.drafters.base import TargetInfo
@@ -28,6 +28,7 @@ from hspark.drafters.checkpoint import Checkpoint, TargetMismatchError, check_fi
 from hspark.drafters.confidence import Calibration
 from hspark.drafters.dspark_context import BufferContext, LayerKV, buffer_columns, buffer_masks
 from hspark.drafters.dspark_model import DSparkModel
+from hspark.packing import PackedLinear, pack_each
 from hspark.sampling import (
     GREEDY_TEMPERATURE,
     STREAM_COUPLED,
@@ -130,7 +131,7 @@ class DSparkDrafter:
     def _load(self, target: TargetInfo) -> DSparkModel:
         """The network in the target's type, on its device. One in memory that already fits is used as it is."""
         if isinstance(self.source, Checkpoint):
-            return self.source.load(target)
+            return _packed(self.source.load(target), target)
         model = self.source
         check_fit(self.config, target, "the network in memory")
         weight = model.fc.weight
@@ -268,6 +269,21 @@ class DSparkDrafter:
         if self.model.confidence_head is None:
             return self.calibration.curve(scores)
         return (scores / self.temperatures).sigmoid()
+
+
+def _packed(model: DSparkModel, target: TargetInfo) -> DSparkModel:
+    """The network with its weights laid out for a CPU's kernels. The head that it shares with the target stays shared,
+    also in that layout; elsewhere nothing changes."""
+    head, shared = model.lm_head, target.lm_head
+    if isinstance(shared, PackedLinear) and isinstance(head, nn.Linear) and _same(shared.weight, head.weight):
+        model.lm_head = shared  # type: ignore[assignment]  # called like the Linear that it replaces
+    if model.fc.weight.device.type == "cpu":
+        pack_each(model, keep_weight=("fc", "lm_head"))
+    return model
+
+
+def _same(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def committed_counts(rows: RowState, vocab_size: int) -> TokenCounts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hspark.config import EngineConfig, SamplingParams
+from hspark.config import PAPER_DELAY, EngineConfig, SamplingParams
 from hspark.drafters.base import Drafter
 from hspark.drafters.opening import open_drafter
 from hspark.lab.arms import ArmSpec, parse_arm
@@ -37,7 +37,7 @@ class BenchSettings:
     verify: str = "coupled"
     estimator: str = "auto"
     cost: str | CostModel = "auto"
-    budget_delay: int = 2
+    budget_delay: int | None = None
     compile: str | bool = "auto"
     allow_lossy: bool = False
 
@@ -79,7 +79,8 @@ class BenchSettings:
                 )
             if spec.policy is not None and self.drafter is not None and not self.allow_lossy:
                 rule = policy(spec.policy)
-                refuse_if_lossy(rule, self.drafting, self.verify, self.budget_delay, budget=spec.budget)
+                delay = PAPER_DELAY if self.budget_delay is None else self.budget_delay
+                refuse_if_lossy(rule, self.drafting, self.verify, delay, budget=spec.budget)
 
     @property
     def specs(self) -> list[ArmSpec]:
