@@ -9,7 +9,7 @@ arithmetic differs anywhere keeps its own code. On accelerators the compiler doe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +21,21 @@ from hspark.packing import FusedPart
 _PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 
-class Rotation:
-    """Cosines and signed sines of one forward for queries and keys [T, heads, D], shared by all layers.
+class Turn(NamedTuple):
+    """Cosines and signed sines [T, 1, D] that rotate queries and keys [T, heads, D].
 
     rotate_half(x) * sin, with rotate_half = (-second half, first half), is roll(x, D/2) * (-sin, sin) bit for bit.
     """
 
-    def __init__(self) -> None:
-        self._source: Tensor | None = None
-        self._terms: tuple[Tensor, Tensor] | None = None
+    cos: Tensor
+    sin: Tensor
 
-    def terms(self, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def of(position_embeddings: tuple[Tensor, Tensor]) -> Turn:
+        """From the model's own cosines and sines [1, T, D]."""
         cos, sin = position_embeddings
-        if self._terms is None or self._source is not cos:
-            half = cos.shape[-1] // 2
-            signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
-            self._source, self._terms = cos, (cos.transpose(0, 1), signed.transpose(0, 1))
-        return self._terms
+        half = cos.shape[-1] // 2
+        return Turn(cos.transpose(0, 1), torch.cat([-sin[..., :half], sin[..., half:]], dim=-1).transpose(0, 1))
 
 
 class LeanLayer(nn.Module):
@@ -47,7 +45,7 @@ class LeanLayer(nn.Module):
     [1, T, H] with `hspark` = (KVBuffers, Plan).
     """
 
-    def __init__(self, layer: Any, buffers: KVBuffers, rotation: Rotation) -> None:
+    def __init__(self, layer: Any, buffers: KVBuffers) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.original = [layer]  # in a list, so that its modules do not count twice
@@ -60,7 +58,6 @@ class LeanLayer(nn.Module):
         self.act, self.hidden = mlp.act_fn, self.down.in_features
         self.norms = [layer.input_layernorm, layer.post_attention_layernorm]
         self.head_norms: tuple[Any, Any] = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
-        self.rotation = rotation
 
     def forward(
         self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], hspark: Any, **others: Any
@@ -70,21 +67,21 @@ class LeanLayer(nn.Module):
         buffers, plan = hspark
         # `forward` instead of a call: a module's call costs as much as a small operator, and no part has hooks.
         x = self.norms[0].forward(hidden_states)[0]
-        attended = self._attend(x, position_embeddings, buffers, plan)
+        turn = position_embeddings if isinstance(position_embeddings, Turn) else Turn.of(position_embeddings)
+        attended = self._attend(x, turn, buffers, plan)
         hidden = hidden_states + self.output.forward(attended)
         gate, up = self.gate_up.forward(self.norms[1].forward(hidden)).split(self.hidden, dim=-1)
         return hidden + self.down.forward(self.act.forward(gate) * up)
 
-    def _attend(self, x: Tensor, positions: tuple[Tensor, Tensor], buffers: KVBuffers, plan: Plan) -> Tensor:
+    def _attend(self, x: Tensor, turn: Turn, buffers: KVBuffers, plan: Plan) -> Tensor:
         joint = self.qkv.forward(x).view(x.shape[0], -1, self.dim)
-        cos, sin = self.rotation.terms(positions)
         turning = self.heads + self.kv_heads
         both = joint[:, :turning]
         if self.head_norms[0] is not None:
             query, key = both.split((self.heads, self.kv_heads), dim=1)
             both = torch.cat([self.head_norms[0](query), self.head_norms[1](key)], dim=1)
-        rotated = both * cos
-        rotated += both.roll(self.dim // 2, -1) * sin
+        rotated = both * turn.cos
+        rotated += both.roll(self.dim // 2, -1) * turn.sin
         buffers.write(self.index, rotated[:, self.heads :], joint[:, turning:], plan)
         return buffers.look_up(self.index, rotated[:, : self.heads], self.scaling, plan)
 
@@ -105,10 +102,10 @@ class LeanModel:
     ) -> tuple[Tensor, list[Tensor]]:
         """The last layer's output [1, T, H] and those of the layers `taps` ([T, H] each; -1 is the embedding's)."""
         hidden = self.embed(tokens[None])
-        place = self.rotary(hidden, position[None])
+        turn = Turn.of(self.rotary(hidden, position[None]))  # once, for all layers
         seen = {-1: hidden} if -1 in taps else {}
         for index, layer in enumerate(self.layers):
-            hidden = layer.forward(hidden, position_embeddings=place, hspark=context)
+            hidden = layer.forward(hidden, position_embeddings=turn, hspark=context)
             if index in taps:
                 seen[index] = hidden
         return hidden, [seen[tap][0] for tap in taps]
@@ -145,12 +142,12 @@ def use_lean_layers(layers: Any, buffers: KVBuffers, rotary: Any, plan: Plan) ->
 
     rotary: the model's module (x, position_ids) -> (cos, sin). plan: one row's plan of T >= 2 tokens, for the sample.
     """
-    rotation, done = Rotation(), 0
+    done = 0
     positions = torch.arange(plan.write.shape[0], device=plan.write.device)[None]
     for index, layer in enumerate(layers):
         if not _has_shape(layer) or buffers.shapes[index].shares_with is not None:
             continue
-        lean = LeanLayer(layer, buffers, rotation)
+        lean = LeanLayer(layer, buffers)
         width = layer.self_attn.q_proj.fused.joint.in_features
         generator = torch.Generator().manual_seed(index)
         dtype = buffers.keys[index].dtype

@@ -11,7 +11,7 @@ from hspark.building import settle_delay
 from hspark.config import EngineConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SAMPLED = {"policy": "ngram_first", "drafting": "probabilistic", "verify": "rejection"}
+SAMPLED: dict[str, Any] = {"policy": "ngram_first", "drafting": "probabilistic", "verify": "rejection"}
 
 
 @pytest.mark.parametrize(

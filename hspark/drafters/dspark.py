@@ -126,7 +126,8 @@ class DSparkDrafter:
         self.target_vocab = target.vocab_size
         ids = self.model.target_ids()
         # A target with fewer (padding) rows than the drafter: what it does not have cannot be drafted.
-        self.forbidden = None if int(ids.max()) < self.target_vocab else ids >= self.target_vocab
+        highest = int(ids.max()) if config.reduced else config.drafts - 1
+        self.forbidden = None if highest < self.target_vocab else ids >= self.target_vocab
 
     def _load(self, target: TargetInfo) -> DSparkModel:
         """The network in the target's type, on its device. One in memory that already fits is used as it is."""

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -123,15 +123,18 @@ class SpeculatorArm:
         run.metrics = [request.metrics for request in requests]
         run.errors = [request.error for request in requests if request.error is not None]
         run.prefill_seconds = sum(metrics.prefill_seconds for metrics in run.metrics)
-        run.decode_tokens = run.tokens
+        run.decode_tokens, run.forwards = run.tokens, run.steps
         return run
 
 
 class PeerArm:
-    """An arm that is transformers' own generate, one prompt after the other."""
+    """An arm that is transformers' own generate, one prompt after the other.
 
-    def __init__(self, spec: ArmSpec, model: Any, eos_token_ids: tuple[int, ...]) -> None:
-        self.spec, self.model, self.eos_token_ids = spec, model, eos_token_ids
+    assistant: a causal LM with the same token ids, for assisted generation; None without.
+    """
+
+    def __init__(self, spec: ArmSpec, model: Any, eos_token_ids: tuple[int, ...], assistant: Any | None = None) -> None:
+        self.spec, self.model, self.eos_token_ids, self.assistant = spec, model, eos_token_ids, assistant
 
     @torch.inference_mode()
     def run(
@@ -140,6 +143,7 @@ class PeerArm:
         """As SpeculatorArm.run; there are no steps to watch. Only the length, temperature and seed of params apply."""
         run = GroupRun([], 0.0, 0.0, 0)
         synchronise = _synchroniser(self.model.device)
+        assisted = {} if self.assistant is None else {"assistant_model": self.assistant}
         for prompt, own in zip(prompts, params, strict=True):
             clock = _Clock()
             ids = torch.tensor([prompt], device=self.model.device)
@@ -152,9 +156,11 @@ class PeerArm:
                 attention_mask=torch.ones_like(ids),
                 generation_config=self._config(own),
                 streamer=clock,
+                **assisted,
             )
             synchronise()
             run.seconds += time.perf_counter() - begun
+            run.forwards += len(clock.times) - 2  # neither the prompt nor what its forward gave
             run.prefill_seconds += clock.times[1] - begun
             tokens = output[0, len(prompt) :].tolist()
             run.token_ids.append(tokens)
@@ -187,7 +193,12 @@ class _Clock(BaseStreamer):
         pass
 
 
-Arm = SpeculatorArm | PeerArm
+class Arm(Protocol):
+    """A way of decoding prompts (lists of token ids), each with its own parameters."""
+
+    def run(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], watch: Watch | None = None
+    ) -> GroupRun: ...
 
 
 def plain_copy(model: nn.Module) -> Any:

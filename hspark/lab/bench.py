@@ -10,7 +10,7 @@ import copy
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -29,9 +29,13 @@ from hspark.lab.machine import load_average, machine_facts
 from hspark.lab.runs import BatchRuns, BenchPrompt, GroupRun
 from hspark.lab.workloads import Sample
 from hspark.models import LoadedTarget
-from hspark.policy import CostModel
+from hspark.policy import CostModel, Policy
 from hspark.request import Request
 from hspark.speculator import HybridSpeculator
+from hspark.target import CausalTarget
+
+# Makes an arm that no name in the settings stands for, given the builder and the batch size.
+ExtraArm = Callable[["ArmBuilder", int], Arm]
 
 WARMUP_TOKENS = 8
 _ROUND = 64
@@ -53,8 +57,9 @@ class Observer:
 class ProgressBar(Observer):
     """A bar on standard error, over all runs of all arms; hidden where standard error is no terminal."""
 
-    def __init__(self, settings: BenchSettings, prompts: int) -> None:
+    def __init__(self, settings: BenchSettings, prompts: int, extra_arms: int = 0) -> None:
         runs = sum(len([s for s in settings.specs if size == 1 or not s.is_peer]) for size in settings.batch_sizes)
+        runs += extra_arms * len(settings.batch_sizes)
         self.bar = tqdm(total=runs * settings.repeats * prompts, unit="request", disable=None, leave=False)
 
     def begin(self, arm: str, batch_size: int, prompts: Sequence[BenchPrompt]) -> None:
@@ -97,30 +102,35 @@ def run_bench(
     workload: str = "",
     drafter: Drafter | None = None,
     observer: Observer | None = None,
+    extra_arms: Mapping[str, ExtraArm] | None = None,
+    baseline: str = "vanilla",
 ) -> BenchReport:
     """Runs every arm over every prompt at every batch size, and sums up.
 
     target: its model is taken over. workload: the name for the header. drafter: what `settings.open_drafter` gave, if
-    it was called before. ValueError, before any work, for prompts that do not fit the model.
+    it was called before. extra_arms: arms beside those of the settings, by name, made for every batch size. baseline:
+    the arm whose speed the others are compared with; texts are always held against vanilla's.
+    ValueError, before any work, for prompts that do not fit the model.
     """
     prompts, observer = list(prompts), observer or Observer()
-    capacity = _capacity(target, prompts, settings)
+    capacity = row_capacity(target, prompts, settings.max_new_tokens)
     header = _header(target, prompts, settings, workload)
     begun = time.perf_counter()
-    builder = _Builder(target, settings, capacity, drafter or settings.open_drafter(target.dtype, target.device))
+    builder = ArmBuilder(target, settings, capacity, drafter or settings.open_drafter(target.dtype, target.device))
     batches = []
     for size in settings.batch_sizes:
-        arms = builder.arms(size)
+        arms = builder.arms(size, extra_arms or {})
         batch = _run_batch(arms, prompts, settings, size, observer)
         compare(batch, prompts, settings.params, settings.comparable, builder.plain, target.tokenizer)
-        batches.append(summarise(batch, prompts))
+        batches.append(summarise(batch, prompts, baseline))
     header["seconds"] = round(time.perf_counter() - begun, 1)
     header["machine"]["load_average_after"] = load_average()
     header["estimator"], header["costs"] = builder.estimator_note, builder.cost_records
+    header["weight_bytes"], header["kv_bytes_per_token"] = builder.weight_bytes, builder.kv_bytes_per_token
     return BenchReport(header, batches)
 
 
-def _capacity(target: LoadedTarget, prompts: list[BenchPrompt], settings: BenchSettings) -> int:
+def row_capacity(target: LoadedTarget, prompts: Sequence[BenchPrompt], max_new_tokens: int) -> int:
     """Tokens that a row must hold. ValueError for a prompt without tokens, or one that leaves too little room."""
     if not prompts:
         raise ValueError("the workload is empty; use at least one request")
@@ -129,36 +139,44 @@ def _capacity(target: LoadedTarget, prompts: list[BenchPrompt], settings: BenchS
     for prompt in prompts:
         if not prompt.token_ids:
             raise ValueError(f"request {prompt.task_id!r} has an empty prompt; use at least one token")
-        if limit is not None and len(prompt.token_ids) + settings.max_new_tokens > limit:
+        if limit is not None and len(prompt.token_ids) + max_new_tokens > limit:
             raise ValueError(
                 f"request {prompt.task_id!r} has {len(prompt.token_ids)} prompt tokens, which with max_new_tokens="
-                f"{settings.max_new_tokens} exceed the model's {limit} positions; lower max_new_tokens or leave it out"
+                f"{max_new_tokens} exceed the model's {limit} positions; lower max_new_tokens or leave it out"
             )
-    most = max(len(prompt.token_ids) for prompt in prompts) + settings.max_new_tokens
+    most = max(len(prompt.token_ids) for prompt in prompts) + max_new_tokens
     rounded = -(-most // _ROUND) * _ROUND
     return rounded if limit is None else min(rounded, limit)
 
 
-class _Builder:
-    """Makes the arms of one batch size after another: one set of weights, and one cost for arms that draft alike."""
+class ArmBuilder:
+    """Makes the arms of one batch size after another: one set of weights, and one cost for arms that draft alike.
+
+    target: its model is taken over by the first arm that is a speculator. capacity: tokens that a row holds.
+    plain: the model as transformers made it, with the same weights, for arms that are none.
+    """
 
     def __init__(self, target: LoadedTarget, settings: BenchSettings, capacity: int, drafter: Drafter | None) -> None:
         self.target, self.settings, self.capacity, self.drafter = target, settings, capacity, drafter
         self.plain = plain_copy(target.model)
         self.estimator_note = ""
         self.cost_records: list[dict[str, Any]] = []
+        self.weight_bytes = weight_bytes(target.model)
+        self.kv_bytes_per_token = 0
         self._costs: dict[tuple[int, tuple[str, ...]], CostModel] = {}
 
-    def arms(self, batch_size: int) -> dict[str, Arm]:
+    def arms(self, batch_size: int, extra: Mapping[str, ExtraArm]) -> dict[str, Arm]:
+        """The arms of the settings, and the extra ones after them."""
         arms: dict[str, Arm] = {}
         for spec in self.settings.specs:
             if not spec.is_peer:
-                arms[spec.name] = SpeculatorArm(spec, self._speculator(spec, batch_size))
+                arms[spec.name] = SpeculatorArm(spec, self.speculator(spec, batch_size))
             elif batch_size == 1:
                 arms[spec.name] = PeerArm(spec, self.plain, self.target.eos_token_ids)
-        return arms
+        return arms | {name: make(self, batch_size) for name, make in extra.items()}
 
-    def _speculator(self, spec: ArmSpec, batch_size: int) -> HybridSpeculator:
+    def speculator(self, spec: ArmSpec, batch_size: int, policy: Policy | None = None) -> HybridSpeculator:
+        """The speculator of an arm. policy: another one in place of the spec's, at the same cost of a step."""
         settings, target = self.settings, self.target
         # A drafter holds the buffers of the engine that it is bound to, so each arm has its own.
         drafter = copy.copy(self.drafter) if spec.needs_model else None
@@ -171,13 +189,14 @@ class _Builder:
             drafter=drafter,
             estimator=settings.estimator,
             cost=self._costs.get(key, settings.cost),
-            policy=spec.policy,
+            policy=policy or spec.policy,
             budget=spec.budget,
             max_batch_size=batch_size,
             max_length=self.capacity,
             **settings.speculator_settings(),
         )
         self.estimator_note = speculator.estimator_note
+        self.kv_bytes_per_token = kv_bytes_per_token(speculator.engine.target)
         if key[1] and key not in self._costs:
             self._costs[key] = speculator.cost
             record = {"batch_size": batch_size, "drafters": list(key[1]), **_cost_record(speculator.cost)}
@@ -191,6 +210,19 @@ def _cost_record(cost: CostModel) -> dict[str, Any]:
         path = Path(folder) / "cost.json"
         cost.save(path)
         return json.loads(path.read_text())
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of weights that one forward reads: all but an input embedding that is no output embedding as well."""
+    table = model.get_input_embeddings().weight
+    tied = table is model.get_output_embeddings().weight
+    return sum(each.numel() * each.element_size() for each in model.parameters() if tied or each is not table)
+
+
+def kv_bytes_per_token(target: CausalTarget) -> int:
+    """Bytes of keys and values that a token of context adds, over all layers that keep their own."""
+    own = [shape for shape in target.buffers.shapes if shape.shares_with is None]
+    return sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in own) * target.dtype.itemsize
 
 
 def _run_batch(

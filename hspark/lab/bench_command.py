@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ Arms are policies (vanilla, ngram_only, model_only, proposed, ...), policies wit
 and transformers' own generate, plain (transformers) or with 10 tokens of prompt lookup (transformers-lookup).
 Each line of a workload file is a JSON object with instruction and input (an edit), turns (a conversation; its first
 turn is asked) or prompt. Without a file: edits of functions of Python's standard library, and questions.
+
+`hspark bench peers` sets hspark beside transformers and llama.cpp, `hspark bench scale` shows how the parts of a step
+grow, and `hspark bench overhead` what share of a step they take; each has --help. (A file of such a name: ./peers.)
 """
 
 
@@ -37,48 +41,90 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLE,
     )
     add = parser.add_argument
-    add("workload", nargs="?", metavar="FILE", help="JSON-lines workload, plain or .gz (default: the built-in one)")
+    add_workload_options(parser)
     add("--arms", metavar="A,B,...", help="default: vanilla,ngram_only and, with a model drafter, model_only,proposed")
     add("--batch-sizes", default="1", metavar="N,...", help="requests decoded at once (default: 1)")
-    add("--repeats", type=int, default=1, metavar="N", help="runs of everything (default: 1)")
-    add("--limit", type=int, metavar="N", help=f"requests (default: all of a file, {_BUILTIN_SIZE} built-in ones)")
     add("--group-size", type=int, metavar="N", help="prompts that each arm runs at a time (default: 1, or 2 batches)")
-    add("--max-new-tokens", type=int, default=256, metavar="N", help="of every request (default: 256)")
     add("--temperature", type=float, default=0.0, metavar="T", help="of every request; 0 is greedy (default: 0)")
-    add("--seed", type=int, default=0, metavar="N", help="of the noise, and of the built-in workload (default: 0)")
-    add("--ignore-eos", action="store_true", help="do not end at end-of-sequence tokens")
-    add("--json", action="store_true", help="print the report as JSON instead of tables")
-    add("--output", metavar="PATH", help="also write the report as JSON to this file")
+    add_report_options(parser)
     add_target_options(parser)
     add_drafting_options(parser)
     return parser
 
 
+def add_workload_options(parser: argparse.ArgumentParser) -> None:
+    """What is decoded, and how often."""
+    add = parser.add_argument
+    add("workload", nargs="?", metavar="FILE", help="JSON-lines workload, plain or .gz (default: the built-in one)")
+    add("--repeats", type=int, default=1, metavar="N", help="runs of everything (default: 1)")
+    add("--limit", type=int, metavar="N", help=f"requests (default: all of a file, {_BUILTIN_SIZE} built-in ones)")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="of every request (default: 256)")
+    add("--seed", type=int, default=0, metavar="N", help="of the noise, and of the built-in workload (default: 0)")
+    add("--ignore-eos", action="store_true", help="do not end at end-of-sequence tokens")
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--json", action="store_true", help="print the report as JSON instead of tables")
+    add("--output", metavar="PATH", help="also write the report as JSON to this file")
+
+
+def check_writable(name: str, path: str | None) -> None:
+    if path and not Path(path).resolve().parent.is_dir():
+        raise ValueError(f"{name}={path!r} lies in no existing directory; use a path that can be written")
+
+
+def show(record: dict[str, Any], text: str, options: argparse.Namespace) -> None:
+    """Prints and writes a report as `add_report_options` asks for it."""
+    line = json.dumps(record)
+    if options.output:
+        Path(options.output).write_text(line + "\n")
+    print(line if options.json else text)
+
+
+def _peers(argv: Sequence[str]) -> int:
+    from hspark.lab.peers_command import main
+
+    return main(argv)
+
+
+def _scale(argv: Sequence[str]) -> int:
+    from hspark.lab.scale_command import main
+
+    return main(argv)
+
+
+def _overhead(argv: Sequence[str]) -> int:
+    from hspark.lab.overhead_command import main
+
+    return main(argv)
+
+
+SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"peers": _peers, "scale": _scale, "overhead": _overhead}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `hspark bench`; argv without the program's name. Returns the exit status; raises ValueError."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in SUBCOMMANDS:
+        return SUBCOMMANDS[argv[0]](argv[1:])
     options = _parser().parse_args(argv)
     set_threads(options.threads)
-    if options.output and not Path(options.output).resolve().parent.is_dir():
-        raise ValueError(f"output={options.output!r} lies in no existing directory; use a path that can be written")
+    check_writable("output", options.output)
     settings = _settings(options)
-    samples, name = _samples(options)
+    samples, name = load_samples(options)
     drafter = settings.open_drafter(options.dtype, options.device)
     target = load_target(options.model, options.dtype, options.device)
     prompts = encode_samples(samples, target)
     bar = ProgressBar(settings, len(prompts))
     with bar.bar:
         report = run_bench(target, prompts, settings, workload=name, drafter=drafter, observer=bar)
-    text = json.dumps(report.to_dict())
-    if options.output:
-        Path(options.output).write_text(text + "\n")
-    print(text if options.json else render(report))
+    show(report.to_dict(), render(report), options)
     return 0
 
 
 def _settings(options: argparse.Namespace) -> BenchSettings:
-    drafting: dict[str, Any] = drafting_settings(options)
-    if drafting["drafter"] == "auto":
-        drafting["drafter"] = known_drafter(options.model)
+    drafting = bench_drafting(options)
     arms = default_arms(drafting["drafter"]) if options.arms is None else _split(options.arms)
     return BenchSettings(
         arms=arms,
@@ -93,12 +139,20 @@ def _settings(options: argparse.Namespace) -> BenchSettings:
     )
 
 
+def bench_drafting(options: argparse.Namespace) -> dict[str, Any]:
+    """The drafting options as BenchSettings takes them, with the drafter that "auto" stands for."""
+    drafting = drafting_settings(options)
+    if drafting["drafter"] == "auto":
+        drafting["drafter"] = known_drafter(options.model)
+    return drafting
+
+
 def default_arms(drafter: str | None) -> tuple[str, ...]:
     """All that can be compared: the model drafter's arms only where there is one."""
     return ("vanilla", "ngram_only") if drafter is None else ("vanilla", "ngram_only", "model_only", "proposed")
 
 
-def _samples(options: argparse.Namespace) -> tuple[list[Sample], str]:
+def load_samples(options: argparse.Namespace) -> tuple[list[Sample], str]:
     if options.workload is None:
         return builtin_workload(_BUILTIN_SIZE if options.limit is None else options.limit, options.seed), "built-in"
     return load_workload(options.workload, options.limit), Path(options.workload).name

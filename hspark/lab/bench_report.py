@@ -44,11 +44,12 @@ class DrafterSummary:
 class ArmSummary:
     """One arm at one batch size, over all repeats.
 
-    tokens_per_second counts all the time, decode_tokens_per_second leaves out the time spent on prompts. speedup and
-    decode_speedup are over vanilla. by_kind: the speed-up for each kind of prompt. acceptance_length: output tokens per
-    request and step. mean_running: requests per engine step. slots_per_step, mean_budget: draft slots, over the batch;
-    mean_price: lambda, expected tokens per slot. compared, different: outputs held against vanilla's, and how many
-    differ. What an arm does not have is None.
+    tokens_per_second counts all the time, decode_tokens_per_second leaves out the time spent on prompts, and
+    prefill_tokens_per_second is of prompt tokens in that time. speedup and decode_speedup are over the baseline arm.
+    by_kind: the speed-up for each kind of prompt. forward_seconds: decoding time per forward of the target, with all
+    that belongs to it. acceptance_length: output tokens per request and step. mean_running: requests per engine step.
+    slots_per_step, mean_budget: draft slots, over the batch; mean_price: lambda, expected tokens per slot. compared,
+    different: outputs held against vanilla's, and how many differ. What an arm does not have is None.
     """
 
     name: str
@@ -62,6 +63,8 @@ class ArmSummary:
     decode_speedup: Ratio
     by_kind: dict[str, Ratio]
     speedup_by_repeat: list[float]
+    prefill_tokens_per_second: float | None = None
+    forward_seconds: float | None = None
     acceptance_length: float | None = None
     steps: int | None = None
     mean_running: float | None = None
@@ -77,12 +80,13 @@ class ArmSummary:
 
 @dataclass(frozen=True)
 class BatchSummary:
-    """All arms at one batch size. runs: the raw timings."""
+    """All arms at one batch size. runs: the raw timings. baseline: the arm that speed-ups are over."""
 
     batch_size: int
     arms: list[ArmSummary]
     differences: list[Difference]
     runs: dict[str, Any]
+    baseline: str = "vanilla"
 
     def arm(self, name: str) -> ArmSummary:
         return next(arm for arm in self.arms if arm.name == name)
@@ -100,19 +104,21 @@ class BenchReport:
         return asdict(self)
 
 
-def summarise(batch: BatchRuns, prompts: Sequence[BenchPrompt]) -> BatchSummary:
-    arms = [_summarise_arm(name, batch) for name in batch.runs]
-    return BatchSummary(batch.batch_size, arms, batch.differences, batch.record(prompts))
+def summarise(batch: BatchRuns, prompts: Sequence[BenchPrompt], baseline: str = "vanilla") -> BatchSummary:
+    arms = [_summarise_arm(name, batch, prompts, baseline) for name in batch.runs]
+    return BatchSummary(batch.batch_size, arms, batch.differences, batch.record(prompts), baseline)
 
 
-def _summarise_arm(name: str, batch: BatchRuns) -> ArmSummary:
+def _summarise_arm(name: str, batch: BatchRuns, prompts: Sequence[BenchPrompt], baseline: str) -> ArmSummary:
     runs = [run for repeat in batch.runs[name] for run in repeat]
     metrics = [each for run in runs for each in run.metrics]
     total = _times(batch.runs[name]).sum(axis=(0, 1))
     steps, tokens = sum(run.steps for run in runs), sum(run.tokens for run in runs)
     row_steps = sum(each.steps for each in metrics)
     drafters = summarise_drafters(metrics)
-    own = batch.runs[name], batch.runs["vanilla"]
+    own = batch.runs[name], batch.runs[baseline]
+    prefill_seconds = sum(run.prefill_seconds for run in runs)
+    prompt_tokens = sum(len(prompts[index].token_ids) for group in batch.groups for index in group)
     kinds = dict.fromkeys(batch.kinds)
     pick = {kind: [index for index, each in enumerate(batch.kinds) if each == kind] for kind in kinds}
     return ArmSummary(
@@ -120,13 +126,15 @@ def _summarise_arm(name: str, batch: BatchRuns) -> ArmSummary:
         requests=sum(len(run.token_ids) for run in runs),
         tokens=tokens,
         seconds=float(total[1]),
-        prefill_seconds=sum(run.prefill_seconds for run in runs),
+        prefill_seconds=prefill_seconds,
         tokens_per_second=_divide(tokens, total[1]) or 0.0,
         decode_tokens_per_second=_divide(total[2], total[3]) or 0.0,
         speedup=speed_ratio(*own),
         decode_speedup=speed_ratio(*own, decode=True),
         by_kind={kind: speed_ratio(*own, groups=groups) for kind, groups in pick.items()},
         speedup_by_repeat=[speed_ratio([a], [b]).value for a, b in zip(*own, strict=True)],
+        prefill_tokens_per_second=_divide(prompt_tokens * len(batch.runs[name]), prefill_seconds),
+        forward_seconds=_divide(total[3], sum(run.forwards for run in runs)),
         acceptance_length=_divide(tokens, row_steps),
         steps=steps if metrics else None,
         mean_running=_divide(row_steps, steps),
@@ -160,19 +168,19 @@ def _times(repeats: Sequence[Sequence[GroupRun]]) -> np.ndarray:
 
 def speed_ratio(
     arm: Sequence[Sequence[GroupRun]],
-    vanilla: Sequence[Sequence[GroupRun]],
+    baseline: Sequence[Sequence[GroupRun]],
     *,
     decode: bool = False,
     groups: Sequence[int] | None = None,
 ) -> Ratio:
-    """Tokens per second of `arm` over those of `vanilla`, [repeat][group] each, of all groups or the given ones.
+    """Tokens per second of `arm` over those of `baseline`, [repeat][group] each, of all groups or the given ones.
 
     The interval resamples groups, the same ones for both arms, with all repeats of a group together: it says how much
     the ratio depends on which prompts were drawn, and includes the noise of the machine from group to group.
     """
     columns = slice(2, 4) if decode else slice(0, 2)
-    # [arm or vanilla, groups, tokens or seconds]
-    sums = np.stack([_times(arm).sum(axis=0), _times(vanilla).sum(axis=0)])[..., columns]
+    # [arm or baseline, groups, tokens or seconds]
+    sums = np.stack([_times(arm).sum(axis=0), _times(baseline).sum(axis=0)])[..., columns]
     if groups is not None:
         sums = sums[:, list(groups)]
     value = float(_ratio(sums.sum(axis=1)[:, None])[0])
@@ -185,7 +193,7 @@ def speed_ratio(
 
 
 def _ratio(sums: np.ndarray) -> np.ndarray:
-    """sums [arm or vanilla, n, tokens or seconds] -> [n]; 0 where vanilla or the arm has no tokens or no time."""
+    """sums [arm or baseline, n, tokens or seconds] -> [n]; 0 where the baseline or the arm has no tokens or no time."""
     speed = np.divide(sums[..., 0], sums[..., 1], out=np.zeros(sums.shape[:2]), where=sums[..., 1] > 0)
     return np.divide(speed[0], speed[1], out=np.zeros(speed.shape[1]), where=speed[1] > 0)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from hspark.config import PAPER_DELAY
 from hspark.lab.bench_report import ArmSummary, BatchSummary, BenchReport, Ratio
 from hspark.lab.runs import Difference
 
@@ -28,6 +29,9 @@ def render_header(header: dict[str, Any]) -> str:
     heat = f"temperature {settings['temperature']:g}, seed {settings['seed']}" if settings["temperature"] else "greedy"
     estimator = header["estimator"].removeprefix("estimator: ").partition(". ")[0]
     drafter = Path(settings["drafter"]).name if settings["drafter"] else "none"
+    delay = settings["budget_delay"]
+    if delay is None:
+        delay = f"0 (on a CPU) or {PAPER_DELAY}"
     lines = [
         f"{header['model']}, {header['dtype']}, on {machine['device']}; {versions}",
         f"machine   {machine['processor']}, {machine['system']}; cores: {machine['cores']}, threads: "
@@ -35,13 +39,14 @@ def render_header(header: dict[str, Any]) -> str:
         f"workload  {workload['name']}: {workload['requests']} requests ({kinds}), {workload['prompt_tokens']} prompt "
         f"tokens; up to {settings['max_new_tokens']} new tokens, {heat}; repeats: {settings['repeats']}",
         f"drafts    model drafter: {drafter}; n-gram estimator: {estimator}",
-        f"sizing    {settings['verify']} verification, survivals {settings['budget_delay']} steps old, cost: "
+        f"sizing    {settings['verify']} verification, survivals {delay} steps old, cost: "
         f"{'measured at start-up' if settings['cost'] == 'auto' else settings['cost']}",
         *(f"note      {note}" for note in header["notes"]),
     ]
     return "\n".join(lines)
 
 
+Row = TypeVar("Row")
 Column = tuple[str, Callable[[ArmSummary], str]]
 
 
@@ -79,9 +84,9 @@ DRAFTS: list[Column] = [
 ]
 
 
-def table(columns: Sequence[Column], arms: Sequence[ArmSummary]) -> str:
-    """Aligned columns, the first to the left."""
-    rows = [[title for title, _ in columns]] + [[value(arm) for _, value in columns] for arm in arms]
+def table(columns: Sequence[tuple[str, Callable[[Row], str]]], items: Sequence[Row]) -> str:
+    """Aligned columns, the first to the left; a line for every item."""
+    rows = [[title for title, _ in columns]] + [[value(item) for _, value in columns] for item in items]
     widths = [max(len(row[at]) for row in rows) for at in range(len(columns))]
     lines = []
     for row in rows:
@@ -100,14 +105,14 @@ def _render_batch(batch: BatchSummary) -> str:
     if len(kinds) > 1:
         speed[3:3] = [(kind, _kind_ratio(kind)) for kind in kinds]
     parts = [
-        f"batch size {batch.batch_size}, {len(batch.runs['groups'])} groups; speed-ups are over vanilla, with 95 % "
-        "bootstrap intervals over groups",
+        f"batch size {batch.batch_size}, {len(batch.runs['groups'])} groups; speed-ups are over {batch.baseline}, "
+        "with 95 % bootstrap intervals over groups",
         table(speed, batch.arms),
         table(DRAFTS, [arm for arm in batch.arms if arm.steps is not None]),
     ]
     if acceptance := _acceptance(batch):
         parts.append(acceptance)
-    parts.append("\n".join(_verdicts(batch)))
+    parts.append("\n".join(verdicts(batch)))
     return "\n\n".join(parts)
 
 
@@ -123,15 +128,15 @@ def _acceptance(batch: BatchSummary) -> str:
     return "\n".join([title, *lines]) if lines else ""
 
 
-def _verdicts(batch: BatchSummary) -> list[str]:
+def verdicts(batch: BatchSummary) -> list[str]:
     """What a reader must not miss: slower arms, differing texts, failed requests."""
     lines = []
     for arm in batch.arms:
         high = arm.speedup.value if arm.speedup.high is None else arm.speedup.high
-        if arm.name != "vanilla" and high < 1:
-            lines.append(f"slower than vanilla: {arm.name}, {ratio(arm.speedup)}")
+        if arm.name != batch.baseline and high < 1:
+            lines.append(f"slower than {batch.baseline}: {arm.name}, {ratio(arm.speedup)}")
         slow = [kind for kind, each in arm.by_kind.items() if each.value < 1 <= arm.speedup.value]
-        lines += [f"slower than vanilla on {kind}: {arm.name}, {ratio(arm.by_kind[kind])}" for kind in slow]
+        lines += [f"slower than {batch.baseline} on {kind}: {arm.name}, {ratio(arm.by_kind[kind])}" for kind in slow]
         lines += [f"failed request in {arm.name}: {error}" for error in dict.fromkeys(arm.errors)]
     compared = {arm.name: arm.compared for arm in batch.arms if arm.compared}
     if not batch.differences:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,32 @@ def _processor() -> str:
 
 def _device(device: torch.device) -> str:
     return f"{device.type} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on `device` without swapping, where the system tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "cpu" and sys.platform == "linux":
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def copy_bandwidth(device: torch.device, size: int = 512 << 20, repeats: int = 7) -> float:
+    """Bytes per second, read and written together, of copying `size` bytes on `device`: the best of the repeats.
+
+    `size` should be well above every cache of the processor. The threads are torch's.
+    """
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    synchronise = (lambda: None) if device.type == "cpu" else torch.accelerator.synchronize
+    best = 0.0
+    for _ in range(repeats):
+        synchronise()
+        begun = time.perf_counter()
+        target.copy_(source)
+        synchronise()
+        best = max(best, 2 * size / (time.perf_counter() - begun))
+    return best

@@ -24,6 +24,7 @@ class GroupRun:
 
     seconds: wall time until the last request ended; prefill_seconds: the part spent on prompts (for the peers: until
     their first tokens). decode_tokens: output tokens that came in the remaining time.
+    forwards: forwards of the target in the remaining time; 0 where an arm cannot tell.
     steps, slots, budget, price: engine steps, and sums over them of draft slots verified, budgets and prices.
     metrics, errors: per request; no metrics for the peers, which report none.
     """
@@ -32,6 +33,7 @@ class GroupRun:
     seconds: float
     prefill_seconds: float
     decode_tokens: int
+    forwards: int = 0
     steps: int = 0
     slots: int = 0
     budget: float = 0.0
@@ -88,7 +90,7 @@ class BatchRuns:
 
     def record(self, prompts: Sequence[BenchPrompt]) -> dict[str, Any]:
         """The raw timings, JSON-ready."""
-        names = ("seconds", "prefill_seconds", "tokens", "decode_tokens", "steps", "slots")
+        names = ("seconds", "prefill_seconds", "tokens", "decode_tokens", "forwards", "steps", "slots")
         return {
             "groups": [[prompts[index].task_id for index in group] for group in self.groups],
             "runs": {

@@ -13,8 +13,8 @@ Messages = list[dict[str, str]]
 
 # The fixed wording of an edit request; `{fence}` is a run of backticks longer than any in the program.
 EDIT_PROMPT = (
-    "{instruction}\n\n{fence}python\n{program}\n{fence}\n\n"
-    "Apply this change to the program above. Return the full edited program in a {fence}python code block."
+    "{instruction}\n\n{fence}{language}\n{program}\n{fence}\n\n"
+    "Apply this change to the program above. Return the full edited program in a {fence}{language} code block."
 )
 _ACCEPTED = "'instruction' and 'input' (an edit), 'turns' (a conversation) or 'prompt' (a question)"
 
@@ -26,19 +26,27 @@ class Sample:
     task_id: unique within the workload.
     messages: chat messages ({"role", "content"}) for the target's chat template.
     reference_input: the program that the request edits; None for other requests.
+    reference_output: the answer that the workload's authors give; None if there is none.
+    group: the part of the workload that it is counted under, e.g. an edit-distance bucket; None for no parts.
     """
 
     task_id: str
     messages: Messages
     reference_input: str | None = None
+    reference_output: str | None = None
+    group: str | None = None
 
 
-def edit_messages(instruction: str, program: str) -> Messages:
-    """One user message: the instruction, the program in a fenced block, and the request for all of it, edited."""
+def edit_messages(instruction: str, program: str, language: str = "python") -> Messages:
+    """One user message: the instruction, the program in a fenced block, and the request for all of it, edited.
+
+    language: the fence's info string.
+    """
     fence = "```"
     while fence in program:
         fence += "`"
-    text = EDIT_PROMPT.format(instruction=instruction.strip(), program=program.strip("\n"), fence=fence)
+    parts = {"instruction": instruction.strip(), "program": program.strip("\n"), "fence": fence, "language": language}
+    text = EDIT_PROMPT.format(**parts)
     return [{"role": "user", "content": text}]
 
 

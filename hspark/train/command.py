@@ -79,6 +79,10 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     add("--early-slots", type=int, default=0, metavar="N", help="start with blocks of N slots, which are cheaper ...")
     add("--early-steps", type=int, default=0, metavar="N", help="... for so many steps (default: 0)")
     add("--schedule", default=default.schedule, help="constant or cosine (default: constant)")
+    add(
+        "--cooldown", type=int, default=0, metavar="N", help="let the rate fall to 0 over the last N steps (default: 0)"
+    )
+    add("--on-prompts", action="store_true", help="also train on blocks inside the prompts")
     add("--warmup", type=int, default=default.warmup, metavar="N", help=f"steps (default: {default.warmup})")
     add("--sequences", type=int, default=default.sequences, metavar="N", help="per step and process (default: 8)")
     add("--micro-batch", type=int, default=default.micro_batch, metavar="N", help="sequences at once (default: 4)")
@@ -173,6 +177,8 @@ def _config(options: argparse.Namespace) -> TrainConfig:
         lr=options.lr,
         matrix_lr=options.matrix_lr,
         schedule=options.schedule,
+        cooldown=options.cooldown,
+        prompts=options.on_prompts,
         warmup=options.warmup,
         weights=LossWeights(
             ce=options.ce, l1=options.l1, soft=options.soft, confidence=options.confidence, gamma=options.gamma

@@ -14,7 +14,10 @@ class TrainConfig:
     steps: optimiser steps in all; the cosine schedule ends there. seconds: stop earlier, after this long (0: never).
     sequences: per step and process; micro_batch of them go through one forward. anchors: blocks of each sequence.
     optimizer: "adamw", or "muon" for matrices with AdamW for the rest (`matrix_lr` and `lr`). schedule: "cosine" to 0
-    or "constant", after `warmup` steps.
+    or "constant", after `warmup` steps. cooldown: over so many last steps the rate also falls linearly to 0; a constant
+    run can so be ended at any time, by resuming it with `steps` that far ahead.
+    prompts: also train on blocks inside the prompts, which lie as near to the target's text as it gets without asking
+    it for more.
     vocabulary: tokens of the softmax, of which `common` are always there (0: the whole vocabulary).
     block_schedule: (step, slots) pairs: from that step on blocks have so many slots, at most the drafter's own.
     ema: decay of the averaged weights, which are what gets measured and exported.
@@ -30,6 +33,8 @@ class TrainConfig:
     matrix_lr: float = 3e-3
     schedule: str = "constant"
     warmup: int = 20
+    cooldown: int = 0
+    prompts: bool = False
     clip: float = 1.0
     weights: LossWeights = field(default_factory=lambda: LossWeights(ce=0.3, l1=0.1, soft=1.0, confidence=0.1))
     vocabulary: int = 6144
@@ -50,6 +55,9 @@ class TrainConfig:
             raise ValueError(f'optimizer={self.optimizer!r} is not known; use "adamw" or "muon"')
         if self.schedule not in ("constant", "cosine"):
             raise ValueError(f'schedule={self.schedule!r} is not known; use "constant" or "cosine"')
+        for name in ("warmup", "cooldown"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}; use an integer of at least 0")
         if not 0 <= self.ema < 1:
             raise ValueError(f"ema={self.ema!r}; use a number from 0 (off) to below 1")
         if not 0 <= self.held_out < 1:

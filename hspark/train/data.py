@@ -170,8 +170,13 @@ class FeatureStore:
         anchors: int,
         generator: torch.Generator | None,
         device: torch.device | str = "cpu",
+        *,
+        prompts: bool = False,
     ) -> Batch:
-        """Sequences [G] with up to `anchors` random anchors each (evenly spaced ones when `generator` is None)."""
+        """Sequences [G] with up to `anchors` random anchors each (evenly spaced ones when `generator` is None).
+
+        prompts: anchors may lie in the prompt, too.
+        """
         length = max(map(self.length, indices))
         tokens = torch.zeros(len(indices), length, dtype=torch.int64)
         loss_mask = torch.zeros(len(indices), length, dtype=torch.bool)
@@ -180,7 +185,7 @@ class FeatureStore:
         for row, i in enumerate(indices):
             span, n = slice(self.offsets[i], self.offsets[i + 1]), self.length(i)
             tokens[row, :n] = self.tokens[span]
-            loss_mask[row, self.prompt_lengths[i] : n] = True
+            loss_mask[row, 0 if prompts else self.prompt_lengths[i] : n] = True
             taps[row, :n] = self.taps[span]
             final[row, :n] = self.final[span]
         if generator is None:

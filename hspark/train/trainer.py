@@ -166,7 +166,11 @@ class Trainer:
         """The batches of a micro-batch: one per store that it draws from."""
         return [
             self.stores[s].batch(
-                [i for t, i in items if t == s], self.config.anchors, generator, self.accelerator.device
+                [i for t, i in items if t == s],
+                self.config.anchors,
+                generator,
+                self.accelerator.device,
+                prompts=self.config.prompts,
             )
             for s in sorted({s for s, _ in items})
         ]
@@ -182,6 +186,8 @@ class Trainer:
         factor = min(1.0, (self.step + 1) / config.warmup) if config.warmup else 1.0
         if config.schedule == "cosine":
             factor *= 0.5 * (1 + math.cos(math.pi * min(1.0, self.step / config.steps)))
+        if config.cooldown:
+            factor *= min(1.0, max(0, config.steps - self.step) / config.cooldown)
         for optimizer, rates in zip(self.optimizers, self.base_lr, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,49 @@ def test_compiled_equals_eager(temperature: float, monkeypatch: pytest.MonkeyPat
         texts.append([output.token_ids for output in speculator.generate(PROMPTS, params)])
         assert speculator.engine.draft_failures == 0
     assert texts[0] == texts[1]
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> set[Any]:
+    """The set of results that `owner.name` gives from now on."""
+    results: set[Any] = set()
+    plain = getattr(owner, name)
+
+    def noting(*args: Any) -> Any:
+        result = plain(*args)
+        results.add(result)
+        return result
+
+    monkeypatch.setattr(owner, name, noting)
+    return results
+
+
+def test_one_variant_for_each_padded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilations are counted at the backend: as many as shapes occurred, and none for work seen before."""
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    speculator = HybridSpeculator(
+        tiny_llama(0),
+        drafter=CausalLMDrafter(tiny_qwen3(1), length=3),
+        cost=LinearCost(0.05, 0.001),
+        max_length=64,
+        compile=True,
+    )
+    engine = speculator.engine
+    shapes = noted(monkeypatch, engine, "_shape")
+    contexts = noted(monkeypatch, engine, "_context")
+    params = SamplingParams(max_new_tokens=12, seed=3, temperature=0.7)
+    speculator.generate(PROMPTS, params)
+    assert {shape.size for shape in shapes} <= set(packed_sizes(4, engine.device_step.width))
+    assert len(graphs) <= len(shapes) + len(contexts)
+    warm = len(graphs)
+    speculator.generate(PROMPTS, params)
+    assert len(graphs) == warm
 
 
 def test_padded_sizes_cover_every_step() -> None:
