@@ -26,6 +26,14 @@ _BEFORE_TEXT = -1
 Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+class _Limits(NamedTuple):
+    """The paper's limits of a match."""
+
+    min_match: int = 5
+    max_match: int = 15
+    copy_cap: int = 256
+
+
 class NgramMatch(NamedTuple):
     """The best earlier occurrence of the newest tokens of B rows, and the L tokens proposed from it.
 
@@ -137,7 +145,8 @@ class NgramDrafter:
     estimator: acceptance of each position from the match features: an AcceptanceEstimator fitted for the same limits,
     or any callable (match_length [B], agreement [B], copy_length [B]) -> float32 [B, length]. None is the published fit
     for Qwen3-4B, extrapolated where limits other than its own (5, 15, 256) are set.
-    length: longest draft. The other settings are those of `match`. ValueError for a setting out of range, or for an
+    length: longest draft. The other settings are those of `match`; None takes the limits that the estimator was fitted
+    for, and the paper's (5, 15, 256) for any other callable. ValueError for a setting out of range, or for an
     estimator fitted for other limits.
     context_limit: may be set between steps to a number that no row's length exceeds, and bounds the scan; a static
     number, so each value compiles once.
@@ -151,11 +160,16 @@ class NgramDrafter:
         estimator: Estimator | None = None,
         *,
         length: int = 15,
-        min_match: int = 5,
-        max_match: int = 15,
-        copy_cap: int = 256,
+        min_match: int | None = None,
+        max_match: int | None = None,
+        copy_cap: int | None = None,
         periodic: bool = True,
     ) -> None:
+        fitted = AcceptanceEstimator.preset("qwen3-4b") if estimator is None else estimator
+        limits = fitted if isinstance(fitted, AcceptanceEstimator) else _Limits()
+        min_match = limits.min_match if min_match is None else min_match
+        max_match = limits.max_match if max_match is None else max_match
+        copy_cap = limits.copy_cap if copy_cap is None else copy_cap
         _check("length", length, 1, 4096)
         _check("max_match", max_match, 1, 255)
         _check("min_match", min_match, 1, max_match, "max_match")
@@ -164,7 +178,6 @@ class NgramDrafter:
             raise ValueError(f"periodic={periodic!r} is not a bool; use True or False")
         if isinstance(estimator, AcceptanceEstimator):
             _check_limits(estimator, (min_match, max_match, copy_cap))
-        fitted = AcceptanceEstimator.preset("qwen3-4b") if estimator is None else estimator
         if isinstance(fitted, AcceptanceEstimator):
             fitted = fitted.with_width(length)
         self.estimator: Estimator = fitted
