@@ -96,15 +96,16 @@ def make_cost(cost: Any, step: DecodeStep) -> CostModel:
     return profile_step(step) if step.drafters else LinearCost(1.0, 0.0)
 
 
-def make_compiler(compile: str | bool) -> Any:
-    """torch.compile as the step needs it, or None to run eagerly."""
+def make_compiler(compile: str | bool, device: torch.device) -> Any:
+    """torch.compile as the step needs it, with CUDA graphs where there is CUDA; None to run eagerly."""
     if compile is not True:
         return None
     import torch._dynamo
 
     # One variant per padded size, context bucket and sampling mode: more than the default limit allows.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-    return functools.partial(torch.compile, fullgraph=True, dynamic=False)
+    mode = "reduce-overhead" if device.type == "cuda" else None
+    return functools.partial(torch.compile, fullgraph=True, dynamic=False, mode=mode)
 
 
 def check_length(max_length: int, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `hspark demo | generate | bench | fit | train`."""
+"""The command line: `hspark demo | generate | bench | fit | lab | train`."""
 
 from __future__ import annotations
 
@@ -50,6 +50,12 @@ def _fit(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _lab(argv: Sequence[str]) -> int:
+    from hspark.lab.lab_command import main
+
+    return main(argv)
+
+
 def _train(argv: Sequence[str]) -> int:
     from hspark.train import main
 
@@ -61,6 +67,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "generate": (_generate, "decode one prompt, streaming"),
     "bench": (_bench, "measure policies against each other, and against transformers, on the same prompts"),
     "fit": (_fit, "fit the n-gram acceptance estimator to a target's recorded outputs"),
+    "lab": (_lab, "record a target and its drafter once, then see every study of the paper on them"),
     "train": (_train, "train a model drafter for a target"),
 }
 

@@ -21,7 +21,9 @@ from torch import Tensor
 from hspark.config import SamplingParams
 from hspark.core import Chain
 from hspark.drafters.base import PromptReader
+from hspark.graphs import hold_addresses
 from hspark.policy import BudgetDecision, CostModel, SurvivalHistory, choose_budget, evaluate_budget
+from hspark.readback import Readback
 from hspark.request import Request
 from hspark.rows import new_rows, packed_sizes
 from hspark.sampling import SamplingMode, SamplingState
@@ -34,10 +36,10 @@ CONTEXT_BUCKET = 64
 
 
 class InFlight(NamedTuple):
-    """A step that was enqueued: its number, its outcome on the device, and who held the rows."""
+    """A step that was enqueued: its number, its outcome on its way here, and who held the rows."""
 
     step: int
-    outcome: Outcome
+    outcome: Readback
     owners: tuple[Request | None, ...]
 
 
@@ -45,7 +47,7 @@ class Engine:
     """Runs many requests through one DecodeStep on `rows` static rows.
 
     budget: "adaptive", "all", or a number of slots per step. budget_delay: steps between survivals and the step that
-    they size. compiler: applied to the two device functions of a step, for example torch.compile with
+    they size. compiler: applied to the three device functions of a step, for example torch.compile with
     fullgraph=True; sizes are then padded. run_ahead: steps enqueued before the oldest outcome is read.
     prefill_tokens: prompt tokens processed between two decode steps while other requests are running. Not thread-safe.
     """
@@ -66,8 +68,9 @@ class Engine:
     ) -> None:
         self.device_step, self.cost = step, cost
         self.padded = compiler is not None or step.target.device.type != "cpu"
-        self._run_propose = step.propose if compiler is None else compiler(step.propose)
-        self._run_verify = step.verify if compiler is None else compiler(step.verify)
+        wrap: Callable[[Any], Any] = compiler or (lambda function: function)
+        self._run_propose, self._run_allocate = wrap(step.propose), wrap(step.allocate)
+        self._run_verify = wrap(step.verify)
         step.on_failure = self._draft_failed
         self.budget, self.budget_delay, self.run_ahead = budget, budget_delay, run_ahead
         self.prefill_tokens = prefill_tokens
@@ -81,6 +84,8 @@ class Engine:
         ]
         self.rows = new_rows(target.rows, target.max_length, self.device)
         self.speculate = torch.ones(target.rows, dtype=torch.bool, device=self.device)
+        if compiler is not None and self.device.type == "cuda":
+            hold_addresses(self.rows, step)
         self.history = SurvivalHistory(target.rows, step.width, budget_delay)
         self.owners: list[Request | None] = [None] * target.rows
         self.waiting: deque[Request] = deque()
@@ -221,6 +226,8 @@ class Engine:
 
     def _launch(self) -> None:
         """Enqueues one decode step for all ready rows."""
+        if self.device.type == "cuda":  # what the last step's graphs put out has been copied and may be overwritten
+            torch.compiler.cudagraph_mark_step_begin()
         owners = tuple(o if o is not None and self._ready(o) else None for o in self.owners)
         running = [owner for owner in owners if owner is not None]
         mode = SamplingMode()
@@ -236,21 +243,25 @@ class Engine:
         if self.budget_delay == 0:  # fresh sizing: the host waits for this step's own survivals
             self.history.push(self.step_number, chain.survival)
             self._size(self.step_number, running)
-        kept = self.device_step.allocate(chain, torch.tensor(self.decision.budget, device=self.device))
+        kept = self._run_allocate(chain, self._scalar(self.decision.budget, torch.int64))
         shape = self._shape(kept, len(running), context)
         wants_logprobs = any(owner.params.logprobs for owner in running)
         outcome = self._run_verify(self.rows, chain, kept, mode, shape, wants_logprobs)
-        self.in_flight.append(InFlight(self.step_number, outcome, owners))
+        self.in_flight.append(InFlight(self.step_number, Readback(outcome), owners))
         self.step_number += 1
 
     def _propose(self, mode: SamplingMode) -> Chain:
         """This step's chains; a drafter that raises costs its drafts, never a request."""
-        price = torch.tensor(self.decision.price, dtype=torch.float32, device=self.device)
+        price = self._scalar(self.decision.price, torch.float32)
         try:
             return self._run_propose(self.rows, self.speculate, price, mode)
         except Exception as error:
             self._draft_failed(error)
             return Chain.empty(self.target.rows, self.device_step.width, self.device)
+
+    def _scalar(self, value: float, dtype: torch.dtype) -> Tensor:
+        """0-dim, filled on the device: copying it there would wait for the device."""
+        return torch.full((), value, dtype=dtype, device=self.device)
 
     def _draft_failed(self, error: Exception) -> None:
         if not self.draft_failures:
@@ -294,7 +305,7 @@ class Engine:
 
     def _collect(self, flight: InFlight) -> None:
         """Reads one outcome and hands its tokens to the requests that held the rows."""
-        outcome = flight.outcome
+        outcome = flight.outcome.wait()
         if self.budget_delay > 0:
             self.history.push(flight.step, outcome.survival)
         names = [name for name in Outcome._fields if name not in ("survival", "logprobs")]

@@ -166,6 +166,13 @@ class KVBuffers:
         for store in (*self.keys, *self.values):
             store[row, start:].zero_()
 
+    @staticmethod
+    def needed(shapes: list[LayerShape], rows: int, max_length: int, dtype: torch.dtype) -> int:
+        """Bytes of the buffers before they exist: what `num_bytes` will say."""
+        own = [shape for shape in shapes if shape.shares_with is None]
+        width = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in own)
+        return rows * (max_length + 1) * width * dtype.itemsize
+
     def num_bytes(self) -> int:
         """Bytes of all buffers; layers that share one count it once."""
         distinct = {id(store): store for store in self.keys + self.values}

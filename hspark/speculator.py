@@ -105,7 +105,7 @@ class HybridSpeculator:
             eos_token_ids=end_ids(model, tokenizer) if eos_token_ids is None else eos_token_ids,
             tokenizer=tokenizer,
             lossy=lossy,
-            compiler=make_compiler(self.config.compile),
+            compiler=make_compiler(self.config.compile, target.device),
         )
 
     @classmethod

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hspark.drafters.base import TargetInfo
 from hspark.kv_buffers import ATTENTION_NAME, KVBuffers, LayerShape, Plan, Probe, UnsupportedModelError
 from hspark.lean_layers import LeanModel, lean_model
+from hspark.memory import check_memory
 from hspark.packing import fuse_norms, pack_linears
 
 # Layer kinds whose state cannot be rolled back by overwriting positions.
@@ -37,7 +38,8 @@ class CausalTarget:
     on a CPU its layers are laid out anew (`hspark.packing`, `hspark.lean_layers`), so it no longer runs by itself.
     rows, max_length: static sizes R and S of the buffers. taps: layers whose outputs `forward` also returns; index i is
     the output of decoder layer i (0-based), -1 the embedding output.
-    Raises UnsupportedModelError, naming the architecture, for models that keep recurrent or convolutional state.
+    Raises UnsupportedModelError, naming the architecture, for models that keep recurrent or convolutional state, and
+    ValueError for sizes that do not fit into memory (`hspark.memory`).
     """
 
     def __init__(self, model: Any, rows: int, max_length: int, taps: tuple[int, ...] = ()) -> None:
@@ -54,7 +56,10 @@ class CausalTarget:
         self.decoder = model.get_decoder()
         self.layers: nn.ModuleList = self.decoder.layers
         model.set_attn_implementation(ATTENTION_NAME)
-        self.buffers = KVBuffers(self._probe(), rows, max_length, self.dtype, self.device)
+        shapes = self._probe()
+        needed = KVBuffers.needed(shapes, rows, max_length, self.dtype)
+        check_memory(needed, rows, max_length, self.vocab_size, self.device)
+        self.buffers = KVBuffers(shapes, rows, max_length, self.dtype, self.device)
         self.lean = self._lean()
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []

@@ -23,7 +23,9 @@ def render_table(table: Table) -> str:
     """Columns side by side; a heading wider than its values takes several lines."""
     texts = [format_column([row[index] for row in table.rows]) for index in range(len(table.columns))]
     widths = [max(9, *map(len, column)) for column in texts]
-    heads = [textwrap.wrap(name, width) for name, width in zip(table.columns, widths, strict=True)]
+    heads = [
+        textwrap.wrap(name, width, break_long_words=False) for name, width in zip(table.columns, widths, strict=True)
+    ]
     widths = [max(width, *map(len, head)) for width, head in zip(widths, heads, strict=True)]
     depth = max(map(len, heads))
     heads = [[""] * (depth - len(head)) + head for head in heads]

@@ -51,17 +51,6 @@ def _device(device: torch.device) -> str:
     return f"{device.type} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on `device` without swapping, where the system tells."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if device.type == "cpu" and sys.platform == "linux":
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
 def copy_bandwidth(device: torch.device, size: int = 512 << 20, repeats: int = 7) -> float:
     """Bytes per second, read and written together, of copying `size` bytes on `device`: the best of the repeats.
 

@@ -104,7 +104,7 @@ def timed_parts(engine: Engine, watch: Stopwatch) -> Iterator[None]:
         (engine, "_run_propose", CHOOSE),
         (engine, "_run_verify", VERIFY),
         (step, "policy", CHOOSE),
-        (step, "allocate", ALLOCATE),
+        (engine, "_run_allocate", ALLOCATE),
         (step, "verifier", VERIFY),
         (hspark.step, "commit", COMMIT),
         (step.target, "plan", TARGET),

@@ -22,8 +22,8 @@ from hspark.drafters.causal_lm import CausalLMDrafter
 from hspark.drafters.dspark_context import buffer_bytes
 from hspark.drafters.ngram import match
 from hspark.kv_buffers import KVBuffers, LayerShape
-from hspark.lab.machine import free_memory
 from hspark.lab.scale_report import BYTES, FULL, SECONDS, ScaleSizes, Section, Series
+from hspark.memory import free_memory
 from hspark.policy import LinearCost, choose_budget, policy
 from hspark.profiling import Runner
 from hspark.rows import new_rows

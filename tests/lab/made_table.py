@@ -1,4 +1,4 @@
-"""A record table without a model: texts that partly repeat their prompts, n-gram chains as recorded, model chains drawn.
+"""A record table without a model: texts that partly repeat their prompts, n-gram chains as recorded.
 
 The model chains are right at each slot with a chance that their acceptance states, so they are calibrated.
 """

@@ -24,11 +24,12 @@ from hspark.lab.arms import plain_copy
 from hspark.lab.bench import weight_bytes
 from hspark.lab.gguf_copy import float_copy, write_float_copy
 from hspark.lab.llama import CountedLookup, LlamaArm, missing_llama
-from hspark.lab.machine import copy_bandwidth, free_memory
+from hspark.lab.machine import copy_bandwidth
 from hspark.lab.peers import Peers, PeersReport, check_assistant, peer_settings, run_peers, start_jobs
 from hspark.lab.peers_text import render_peers
 from hspark.lab.runs import BenchPrompt
 from hspark.lab.startup import StartJob, StartUp, measure_start, peak_memory, run_job
+from hspark.memory import free_memory
 from hspark.models import LoadedTarget
 from hspark.policy import LinearCost
 from tests.saved_target import save_tiny_target
