@@ -22,6 +22,7 @@ from hspark.config import SamplingParams
 from hspark.core import Chain
 from hspark.drafters.base import PromptReader
 from hspark.graphs import hold_addresses
+from hspark.parallel import from_first_rank
 from hspark.policy import BudgetDecision, CostModel, SurvivalHistory, choose_budget, evaluate_budget
 from hspark.readback import Readback
 from hspark.request import Request
@@ -49,7 +50,8 @@ class Engine:
     budget: "adaptive", "all", or a number of slots per step. budget_delay: steps between survivals and the step that
     they size. compiler: applied to the three device functions of a step, for example torch.compile with
     fullgraph=True; sizes are then padded. run_ahead: steps enqueued before the oldest outcome is read.
-    prefill_tokens: prompt tokens processed between two decode steps while other requests are running. Not thread-safe.
+    prefill_tokens: prompt tokens processed between two decode steps while other requests are running. sharded: the
+    target is spread over processes that all run this engine on the same requests. Not thread-safe.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Engine:
         tokenizer: Any | None = None,
         lossy: bool = False,
         compiler: Callable[[Any], Any] | None = None,
+        sharded: bool = False,
     ) -> None:
         self.device_step, self.cost = step, cost
         self.padded = compiler is not None or step.target.device.type != "cpu"
@@ -73,7 +76,7 @@ class Engine:
         self._run_verify = wrap(step.verify)
         step.on_failure = self._draft_failed
         self.budget, self.budget_delay, self.run_ahead = budget, budget_delay, run_ahead
-        self.prefill_tokens = prefill_tokens
+        self.prefill_tokens, self.sharded = prefill_tokens, sharded
         self.eos_token_ids, self.tokenizer, self.lossy = eos_token_ids, tokenizer, lossy
         target = step.target
         self.target, self.device, self.capacity = target, target.device, target.max_length
@@ -104,7 +107,7 @@ class Engine:
     def submit(self, prompt: list[int], params: SamplingParams) -> Request:
         """Queues a request; it gets a row as soon as one is free. ValueError for a prompt that cannot run."""
         self.check(prompt, params)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = params.seed if params.seed is not None else from_first_rank(secrets.randbits(63), self.sharded)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(self.eos_token_ids))
         request = Request(self._numbers, list(prompt), params, seed, stop_ids, self.tokenizer, self.lossy)
         self._numbers += 1

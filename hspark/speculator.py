@@ -29,6 +29,7 @@ from hspark.drafters.base import Drafter
 from hspark.engine import Engine
 from hspark.huge_pages import use_huge_pages
 from hspark.models import load_target, resolve_device, resolve_dtype
+from hspark.parallel import from_first_rank, is_sharded
 from hspark.policy import CostModel, load_cost
 from hspark.request import Request
 from hspark.step import DecodeStep
@@ -93,7 +94,8 @@ class HybridSpeculator:
         target.set_taps(tuple(tap for part in step.drafters for tap in part.taps))
         if target.device.type == "cpu" and weight_bytes >= HUGE_PAGES_FROM:
             use_huge_pages()
-        self.cost = make_cost(cost, step)
+        sharded = is_sharded(model)
+        self.cost = from_first_rank(make_cost(cost, step), sharded)
         run_ahead = self.config.run_ahead
         self.engine = Engine(
             step,
@@ -106,6 +108,7 @@ class HybridSpeculator:
             tokenizer=tokenizer,
             lossy=lossy,
             compiler=make_compiler(self.config.compile, target.device),
+            sharded=sharded,
         )
 
     @classmethod
@@ -129,6 +132,7 @@ class HybridSpeculator:
         compile: str | bool = "auto",
         allow_lossy: bool = False,
         progress: bool = True,
+        tensor_parallel: bool = False,
         **settings: Any,
     ) -> HybridSpeculator:
         """Loads a target and its drafters.
@@ -137,6 +141,8 @@ class HybridSpeculator:
         drafter: "auto" (the one known for this target, else none), None, a checkpoint directory or hub id, a Drafter.
         lookup: "ngram" or None. estimator: "auto", a preset's name, or a file. cost: "auto", a file, or a CostModel.
         dtype: "auto", "float32", "bfloat16", "float16". device: "auto", "cpu", "cuda". The rest as in EngineConfig.
+        tensor_parallel: spread the target over the processes that torchrun started; all of them make the same calls
+        and get the same outputs.
         Every argument is checked before the target is loaded; errors are ValueErrors that name it.
         """
         settings.update(policy=policy, budget=budget, drafting=drafting, verify=verify, budget_delay=budget_delay)
@@ -147,7 +153,7 @@ class HybridSpeculator:
         make_rules(config, model_drafter is not None, lookup is not None)
         make_lookup(lookup, estimator, str(target))
         loaded_cost = load_cost(cost) if isinstance(cost, str | os.PathLike) and cost != "auto" else cost
-        loaded = load_target(target, dtype, device, progress=progress)
+        loaded = load_target(target, dtype, device, progress=progress, tensor_parallel=tensor_parallel)
         speculator = cls(
             loaded.model,
             loaded.tokenizer,

@@ -24,6 +24,7 @@ from hspark.drafters.confidence import Calibration
 from hspark.drafters.dspark_config import DSparkConfig
 from hspark.drafters.dspark_model import DSparkModel
 from hspark.drafters.layouts import ConfigError, read_config
+from hspark.parallel import whole_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ def target_table(target: TargetInfo | None, name: str) -> Tensor | None:
         if getattr(module, "bias", None) is not None:
             return None
     weight = getattr(module, "weight", None)
-    return weight if isinstance(weight, Tensor) else None
+    return whole_tensor(weight) if isinstance(weight, Tensor) else None
 
 
 def _is_blank(table: Tensor) -> bool:

@@ -120,7 +120,8 @@ def run_bench(
     batches = []
     for size in settings.batch_sizes:
         arms = builder.arms(size, extra_arms or {})
-        batch = _run_batch(arms, prompts, settings, size, observer)
+        batch, failed = _run_batch(arms, prompts, settings, size, observer, {"vanilla", baseline})
+        header["notes"] += failed
         compare(batch, prompts, settings.params, settings.comparable, builder.plain, target.tokenizer)
         batches.append(summarise(batch, prompts, baseline))
     header["seconds"] = round(time.perf_counter() - begun, 1)
@@ -226,24 +227,42 @@ def kv_bytes_per_token(target: CausalTarget) -> int:
 
 
 def _run_batch(
-    arms: dict[str, Arm], prompts: list[BenchPrompt], settings: BenchSettings, size: int, observer: Observer
-) -> BatchRuns:
+    arms: dict[str, Arm],
+    prompts: list[BenchPrompt],
+    settings: BenchSettings,
+    size: int,
+    observer: Observer,
+    needed: set[str],
+) -> tuple[BatchRuns, list[str]]:
+    """All runs of one batch size, and a sentence for every arm that raised: it is left out, and the others go on.
+
+    needed: arms without which there is nothing to compare; their errors end the benchmark.
+    """
     groups = make_groups(prompts, settings.group_size or (1 if size == 1 else 2 * size))
     ids = [[prompts[index].token_ids for index in group] for group in groups]
     params = [[settings.params(index) for index in group] for group in groups]
     for arm in arms.values():
         arm.run(ids[0], [_warmup(own) for own in params[0]])
     runs: dict[str, list[list[GroupRun]]] = {name: [[] for _ in range(settings.repeats)] for name in arms}
-    names = list(arms)
+    names, failed = list(arms), dict[str, str]()
     for repeat in range(settings.repeats):
         for number, group in enumerate(groups):
             first = (number + repeat) % len(names)
             for name in names[first:] + names[:first]:
                 observer.begin(name, size, [prompts[index] for index in group])
-                run = arms[name].run(ids[number], params[number], partial(observer.step, name))
+                try:
+                    run = arms[name].run(ids[number], params[number], partial(observer.step, name))
+                except Exception as error:
+                    if name in needed:
+                        raise
+                    failed[name] = f"{name} failed on group {number} and is left out: {error!r}"
+                    del runs[name]
+                    continue
                 runs[name][repeat].append(run)
                 observer.end(name, run)
-    return BatchRuns(size, groups, [prompts[group[0]].kind for group in groups], runs)
+            names = [name for name in names if name not in failed]
+    kinds = [prompts[group[0]].kind for group in groups]
+    return BatchRuns(size, groups, kinds, runs), list(failed.values())
 
 
 def _warmup(params: SamplingParams) -> SamplingParams:

@@ -53,7 +53,7 @@ def open_llama(
     drafter = CountedLookup(LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_TOKENS)) if lookup else None
     llama = llama_cpp.Llama(
         model_path=str(path),
-        n_ctx=capacity,
+        n_ctx=capacity + LOOKUP_TOKENS + 1,  # its lookup drafts past the last token that is asked for
         n_threads=threads,
         n_threads_batch=threads,
         n_gpu_layers=0 if on_cpu else -1,

@@ -23,6 +23,7 @@ from hspark.models.fetch import (
     file_sha256,
 )
 from hspark.models.pretrained import load_causal_lm, load_tokenizer
+from hspark.parallel import own_device, world_size
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -71,6 +72,7 @@ def load_target(
     device: str | torch.device = "auto",
     *,
     progress: bool = True,
+    tensor_parallel: bool = False,
 ) -> LoadedTarget:
     """Loads a target.
 
@@ -80,6 +82,7 @@ def load_target(
     "float64", or the torch dtype.
     device: "auto" (the CUDA GPU if there is one, else the CPU), or a torch device or its name.
     progress: show downloads and one-time conversions on standard error.
+    tensor_parallel: spread the model over the processes that torchrun started, one device each.
 
     Raises UnknownModelError for a name that is none of these, ModelFileError for files that are incomplete, truncated
     or corrupt (found from headers, before anything is loaded), ModelUnavailableError when files have to be fetched and
@@ -88,6 +91,14 @@ def load_target(
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device)
     source = _locate(name_or_path)
+    if tensor_parallel:
+        world_size()
+        device = own_device(device)
+        if isinstance(source, KnownModel) or (isinstance(source, Path) and source.is_file()):
+            raise ValueError(
+                f"tensor_parallel=True cannot read target={str(name_or_path)!r}, a .gguf file; use a model directory "
+                "or a hub id"
+            )
     if isinstance(source, KnownModel):
         return _load_gguf(fetch(source, progress), source.name, source.sha256, dtype, device, progress)
     if isinstance(source, Path) and source.is_file():
@@ -95,7 +106,7 @@ def load_target(
     if isinstance(source, Path):
         check_directory(source)
     name = source.resolve().name if isinstance(source, Path) else source
-    model = load_causal_lm(source, dtype, device, progress)
+    model = load_causal_lm(source, dtype, device, progress, tensor_parallel)
     tokenizer, problem = load_tokenizer(source)
     path = source if isinstance(source, Path) else None
     return LoadedTarget(name, model, tokenizer, _end_token_ids(model, tokenizer), path, problem)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hspark.models.fetch import ModelFileError, ModelUnavailableError
+from hspark.parallel import check_divisible, world_size
 
 # Without one of these a directory has no tokenizer, though transformers may construct an empty one from its config.
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
@@ -80,19 +81,31 @@ def brief(error: BaseException, limit: int = 300) -> str:
     return f"{type(error).__name__}: {lines[0][:limit]}"
 
 
-def load_causal_lm(source: Path | str, dtype: torch.dtype, device: torch.device, progress: bool = False) -> nn.Module:
+def load_causal_lm(
+    source: Path | str,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool = False,
+    tensor_parallel: bool = False,
+) -> nn.Module:
     """A causal language model with plain float linear layers, in eval mode, without gradients, on `device`.
 
     source: a .gguf file or a model directory (Path), or a hub id (str). ModelFileError if it cannot be loaded or any of
-    its weights are missing; ModelUnavailableError if a hub id cannot be found or reached.
+    its weights are missing; ModelUnavailableError if a hub id cannot be found or reached. tensor_parallel: spread the
+    weights over torchrun's processes by the model's own plan.
     """
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
     name, arguments = _arguments(source)
     if "gguf_file" in arguments:
         # transformers otherwise keeps the weights packed and replaces the linear layers.
         arguments["quantization_config"] = GgufConfig(dequantize=True)
-    if device.type != "cpu":
+    if tensor_parallel:
+        from transformers.distributed import DistributedConfig
+
+        check_divisible(AutoConfig.from_pretrained(name, trust_remote_code=False, **arguments), world_size())
+        arguments["distributed_config"] = DistributedConfig(tp_plan="auto")
+    elif device.type != "cpu":
         arguments["device_map"] = {"": device}
     large = isinstance(source, Path) and sum(file.stat().st_size for file in _weights(source)) > _LOUD_BYTES
     bars = progress and (large or isinstance(source, str))

@@ -210,6 +210,24 @@ def test_arms_interleave_and_take_turns_at_going_first() -> None:
     assert Counter(turn[0][0] for turn in rounds) == dict.fromkeys(arms, 2)
 
 
+def test_an_arm_that_fails_is_left_out_and_the_others_go_on() -> None:
+    class Failing:
+        runs = 0
+
+        def run(self, *args: Any, **kwargs: Any) -> GroupRun:
+            self.runs += 1
+            if self.runs > 2:  # the first is the warm-up
+                raise RuntimeError("out of room")
+            return GroupRun([[1]], 1.0, 0.0, 1)
+
+    settings = BenchSettings(arms=("vanilla", "ngram_only"), max_new_tokens=2, cost=COST)
+    report = run_bench(
+        tiny_target(), random_prompts(3), settings, extra_arms={"other": lambda _builder, _size: Failing()}
+    )
+    assert [arm.name for arm in report.batches[0].arms] == ["vanilla", "ngram_only"]
+    assert any("other failed on group 1" in note and "out of room" in note for note in report.header["notes"])
+
+
 @given(kinds=st.lists(st.sampled_from(["edit", "chat", "maths"]), min_size=1, max_size=20), size=st.integers(1, 7))
 def test_groups_partition_the_prompts_by_kind(kinds: list[str], size: int) -> None:
     prompts = [BenchPrompt(str(i), kind, [0]) for i, kind in enumerate(kinds)]
