@@ -26,8 +26,8 @@ from hspark.parallel import from_first_rank
 from hspark.policy import BudgetDecision, CostModel, SurvivalHistory, choose_budget, evaluate_budget
 from hspark.readback import Readback
 from hspark.request import Request
-from hspark.rows import new_rows, packed_sizes
-from hspark.sampling import SamplingMode, SamplingState
+from hspark.rows import check_row, new_rows, packed_sizes, write_request
+from hspark.sampling import SamplingMode
 from hspark.step import DecodeStep, Outcome, Shape
 
 logger = logging.getLogger("hspark")
@@ -169,27 +169,13 @@ class Engine:
                 self._claim(row, self.waiting.popleft())
 
     def _claim(self, row: int, request: Request) -> None:
-        """Writes everything the device needs to know of a request, except its keys and values."""
+        """Gives a free row to a request."""
         params, prompt = request.params, request.prompt
         self.owners[row] = request
         request.admitted = time.perf_counter()
-        self.rows.tokens[row, : len(prompt)] = torch.tensor(prompt, device=self.device)
-        self.rows.length[row] = len(prompt)
-        self.rows.prompt_length[row] = len(prompt)
-        self.rows.limit[row] = min(len(prompt) + params.max_new_tokens, self.capacity)
+        self.rows = write_request(self.rows, row, prompt, params, request.seed, self.target.vocab_size)
         self.speculate[row] = params.speculate
         self.suspended.discard(row)
-        sampling = self.rows.sampling
-        values = {name: getattr(params, name) for name in SamplingState._fields if name not in ("seed", "bias")}
-        for name, value in {**values, "seed": request.seed}.items():
-            getattr(sampling, name)[row] = value
-        if params.logit_bias and sampling.bias is None:
-            bias = torch.zeros(self.target.rows, self.target.vocab_size, device=self.device)
-            self.rows = self.rows._replace(sampling=sampling._replace(bias=bias))
-        if self.rows.sampling.bias is not None:
-            self.rows.sampling.bias[row] = 0.0
-            for token, value in (params.logit_bias or {}).items():
-                self.rows.sampling.bias[row, token] = value
         if self._ready(request):
             self._start(row)
 
@@ -371,17 +357,5 @@ class Engine:
     def check_integrity(self) -> None:
         """Compares host and device state; RuntimeError that says what differs. Meaningful with nothing in flight."""
         for row, owner in enumerate(self.owners):
-            length, running = int(self.rows.length[row]), bool(self.rows.running[row])
-            if owner is None:
-                if running or length != 1:
-                    raise RuntimeError(f"row {row} is free, but running={running} and length={length}")
-                continue
-            text = owner.prompt + owner.token_ids
-            if owner.done:
-                raise RuntimeError(f"row {row} still holds request {owner.number}, which has ended")
-            if running != self._ready(owner):
-                raise RuntimeError(f"row {row}: running={running}, but {owner.prefilled} tokens are prefilled")
-            if not self.in_flight and (length != len(text) or self.rows.tokens[row, :length].tolist() != text):
-                raise RuntimeError(f"row {row} holds other tokens than request {owner.number}")
-            if length > int(self.rows.limit[row]) or length > self.capacity:
-                raise RuntimeError(f"row {row} has length {length}, past its limit")
+            ready, settled = owner is not None and self._ready(owner), not self.in_flight
+            check_row(self.rows, row, owner, ready, settled, self.capacity)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from hspark.config import SamplingParams
 from hspark.core import RowState
 from hspark.sampling import SamplingState
 
@@ -32,3 +35,49 @@ def new_rows(rows: int, max_length: int, device: torch.device) -> RowState:
         running=zeros(rows, dtype=torch.bool),
         sampling=SamplingState.defaults(rows, device),
     )
+
+
+def write_request(
+    rows: RowState, row: int, prompt: list[int], params: SamplingParams, seed: int, vocab_size: int
+) -> RowState:
+    """Everything that the device needs to know of a request, except its keys and values, written into one row.
+
+    Returns the rows: the same tensors, with a table of biases [R, V] from the first request on that asks for one.
+    """
+    device = rows.tokens.device
+    rows.tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    rows.length[row] = len(prompt)
+    rows.prompt_length[row] = len(prompt)
+    rows.limit[row] = min(len(prompt) + params.max_new_tokens, rows.tokens.shape[1] - 1)
+    sampling = rows.sampling
+    values = {name: getattr(params, name) for name in SamplingState._fields if name not in ("seed", "bias")}
+    for name, value in {**values, "seed": seed}.items():
+        getattr(sampling, name)[row] = value
+    if params.logit_bias and sampling.bias is None:
+        sampling = sampling._replace(bias=torch.zeros(rows.tokens.shape[0], vocab_size, device=device))
+    if sampling.bias is not None:
+        sampling.bias[row] = 0.0
+        for token, value in (params.logit_bias or {}).items():
+            sampling.bias[row, token] = value
+    return rows._replace(sampling=sampling)
+
+
+def check_row(rows: RowState, row: int, owner: Any, ready: bool, settled: bool, capacity: int) -> None:
+    """RuntimeError if a row does not hold what its request has been told. owner: the `Request` in it, or None.
+
+    ready: its prompt is processed. settled: no step is in flight, so that lengths and texts must agree.
+    """
+    length, running = int(rows.length[row]), bool(rows.running[row])
+    if owner is None:
+        if running or length != 1:
+            raise RuntimeError(f"row {row} is free, but running={running} and length={length}")
+        return
+    text = owner.prompt + owner.token_ids
+    if owner.done:
+        raise RuntimeError(f"row {row} still holds request {owner.number}, which has ended")
+    if running != ready:
+        raise RuntimeError(f"row {row}: running={running}, but {owner.prefilled} tokens are prefilled")
+    if settled and (length != len(text) or rows.tokens[row, :length].tolist() != text):
+        raise RuntimeError(f"row {row} holds other tokens than request {owner.number}")
+    if length > int(rows.limit[row]) or length > capacity:
+        raise RuntimeError(f"row {row} has length {length}, past its limit")
