@@ -16,6 +16,7 @@ examples:
   hspark generate "Why is the sky blue?"
   hspark generate --edit program.py "Add type hints."
   hspark bench --limit 8
+  hspark lab all edits.jsonl --out lab
 
 `hspark COMMAND --help` lists a command's options.
 """

@@ -49,6 +49,7 @@ def add_record_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of the first request's noise (default: 0)")
     add("--limit", type=int, metavar="N", help="requests (default: all)")
     add("--batch-size", type=int, default=4, metavar="N", help="requests answered at once (default: 4)")
+    add("--min-match", type=int, default=5, metavar="N", help="shortest n-gram match (default: 5, the paper's)")
     add(
         "--engine-cost", default="auto", metavar="PATH", help="step cost of the engine that answers (default: measured)"
     )
@@ -67,6 +68,7 @@ def record_settings(options: argparse.Namespace) -> RecordSettings:
         limit=options.limit,
         batch_size=options.batch_size,
         cost=options.engine_cost,
+        min_match=options.min_match,
     )
 
 

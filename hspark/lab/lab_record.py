@@ -16,6 +16,7 @@ from tqdm import tqdm
 from hspark.config import SamplingParams
 from hspark.drafters.dspark import DSparkDrafter
 from hspark.drafters.known import known_drafter
+from hspark.drafters.ngram import NgramDrafter
 from hspark.drafters.opening import open_drafter
 from hspark.lab.bench import encode_samples
 from hspark.lab.outputs import RecordedOutput, load_tokenize, read_outputs
@@ -39,7 +40,8 @@ class RecordSettings:
     target, dtype, device: as for `load_target`. drafter: "auto" (the one known for the target), None, a directory or
     hub id of a DSpark drafter. drafting: "greedy" or "probabilistic". temperature, seed: of the requests; request i has
     seed + i. max_new_tokens: None is 256. limit: requests, None for all. batch_size: rows of the engine that generates.
-    cost: its step cost, "auto" (measured) or a file.
+    cost: its step cost, "auto" (measured) or a file. min_match: shortest match that the n-gram drafter takes (the
+    paper's 5).
     """
 
     target: str
@@ -53,12 +55,14 @@ class RecordSettings:
     limit: int | None = None
     batch_size: int = 4
     cost: str = "auto"
+    min_match: int = 5
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "limit", "batch_size"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} is out of range; use an integer of at least 1")
+        NgramDrafter(min_match=self.min_match)
         self.params(0)
 
     @property
@@ -109,6 +113,7 @@ def record_file(path: str | Path, directory: str | Path, settings: RecordSetting
         return record(
             outputs,
             directory,
+            ngram=NgramDrafter(min_match=settings.min_match),
             model=None if drafter is None else target.model,
             drafter=drafter,
             name=settings.target,
