@@ -36,14 +36,18 @@ def profile_step(step: DecodeStep, repeats: int = 3) -> StepCostTable:
         return Runner(step, rows, speculate, chain, context)
 
     with_context = long > short
+    interpolate = device.type == "cpu"
+    sizes = packed_sizes(target.rows, width)
+    if interpolate:  # between sizes that are not padded every second one will do, and start-up is shorter
+        sizes = (*sizes[:-1:2], sizes[-1])
     return profile_cost(
         run_at(short),
-        packed_sizes(target.rows, width),
+        sizes,
         warmup=1,
         repeats=repeats,
         run_with_context=run_at(long) if with_context else None,
         context_tokens=target.rows * (long - short) if with_context else 0,
-        interpolate=device.type == "cpu",
+        interpolate=interpolate,
     )
 
 

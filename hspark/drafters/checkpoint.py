@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from hspark.drafters.confidence import Calibration
 from hspark.drafters.dspark_config import DSparkConfig
 from hspark.drafters.dspark_model import DSparkModel
 from hspark.drafters.layouts import ConfigError, read_config
+from hspark.drafters.limits import DraftLimits
 from hspark.parallel import whole_tensor
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Checkpoint:
     tensors: Mapping[str, Stored]
     maps: Mapping[str, Tensor]
     calibration: Calibration
+    limits: DraftLimits = field(default_factory=DraftLimits)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -174,6 +176,7 @@ def open_checkpoint(path: str | PathLike[Any]) -> Checkpoint:
         tensors={name: stored for name, stored in used.items() if name not in MAPS},
         maps=_read_maps(read.config, used) if read.config.reduced else {},
         calibration=Calibration.load_beside(directory),
+        limits=DraftLimits.load_beside(directory, read.config.width, read.config.vocab_size),
     )
 
 

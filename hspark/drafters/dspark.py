@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
@@ -28,6 +29,7 @@ from hspark.drafters.checkpoint import Checkpoint, TargetMismatchError, check_fi
 from hspark.drafters.confidence import Calibration
 from hspark.drafters.dspark_context import BufferContext, LayerKV, buffer_columns, buffer_masks
 from hspark.drafters.dspark_model import DSparkModel
+from hspark.drafters.limits import DraftLimits, checked_vocabulary, reduce_vocabulary
 from hspark.packing import PackedLinear, pack_each
 from hspark.sampling import (
     GREEDY_TEMPERATURE,
@@ -52,7 +54,9 @@ class DSparkDrafter:
     """A DSpark drafter (section 2 of the paper): a block of draft tokens per step, with an acceptance for each.
 
     source: an opened checkpoint, or a network in memory (whose missing tables the target supplies).
-    length: draft tokens per step, up to what one block yields; None for all. The block itself keeps its trained size.
+    length: draft tokens per step, up to what one block yields; None for what the checkpoint asks for, usually all. The
+        block itself keeps its trained size.
+    vocabulary: ascending target ids that may be drafted; "auto" for what the checkpoint asks for, None for all.
     drafting: "greedy" takes the best token of each slot; "probabilistic" samples it at the request's own temperature
         and filters, and reports the law it was sampled from. Requests at temperature 0 draft greedily either way.
     noise: what probabilistic drafts are sampled with. "coupled": the noise that the target's own draw at that position
@@ -70,6 +74,7 @@ class DSparkDrafter:
         source: Checkpoint | DSparkModel,
         *,
         length: int | None = None,
+        vocabulary: Sequence[int] | str | None = "auto",
         drafting: str = "greedy",
         noise: str = "coupled",
         calibration: Calibration | None = None,
@@ -86,8 +91,13 @@ class DSparkDrafter:
                 f"length={length} is more than this drafter was trained for: its blocks of block_size="
                 f"{config.block_size} yield {config.width} draft tokens; use 1 to {config.width}"
             )
+        limits = source.limits if isinstance(source, Checkpoint) else DraftLimits()
         self.source, self.config = source, config
-        self.width = length or config.width
+        self.width = length or limits.length or config.width
+        if isinstance(vocabulary, str) and vocabulary != "auto":
+            raise ValueError(f'vocabulary={vocabulary!r}; use ascending target ids, "auto", or None for all')
+        ids = limits.vocabulary if isinstance(vocabulary, str) else vocabulary
+        self.vocabulary = None if ids is None else checked_vocabulary(ids, config.vocab_size)
         self.taps = config.taps
         self.drafting, self.noise = drafting, noise
         if calibration is None:
@@ -108,7 +118,7 @@ class DSparkDrafter:
     def bind(self, target: TargetInfo, max_batch_size: int, max_length: int) -> None:
         """Loads the weights and allocates the buffers of `max_batch_size` rows of up to `max_length` tokens."""
         self.model = self._load(target)
-        config = self.config
+        config = self.config = self.model.config
         limit = config.max_positions
         self.columns = max_length if limit is None else min(max_length, limit)
         if limit is not None and limit < max_length:
@@ -132,9 +142,12 @@ class DSparkDrafter:
     def _load(self, target: TargetInfo) -> DSparkModel:
         """The network in the target's type, on its device. One in memory that already fits is used as it is."""
         if isinstance(self.source, Checkpoint):
-            return _packed(self.source.load(target), target)
+            model = self.source.load(target)
+            if self.vocabulary is not None:
+                reduce_vocabulary(model, self.vocabulary)
+            return _packed(model, target)
         model = self.source
-        check_fit(self.config, target, "the network in memory")
+        check_fit(model.config, target, "the network in memory")
         weight = model.fc.weight
         complete = model.embed_tokens is not None and model.lm_head is not None
         if not complete or weight.dtype != target.dtype or weight.device != target.device:
@@ -145,7 +158,7 @@ class DSparkDrafter:
             model.share_tables(lm_head=target_table(target, "lm_head.weight"))
         if model.embed_tokens is None or model.lm_head is None:
             raise TargetMismatchError(f"the network lacks embed_tokens or lm_head, and so does target {target.name!r}")
-        return model
+        return model if self.vocabulary is None else reduce_vocabulary(copy.deepcopy(model), self.vocabulary)
 
     # ---- the device side -----------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from hspark.sampling import SamplingState, gumbel_noise, target_log_probs
 # last place of the 16-bit types, and more of the wide ones, where sums of many terms are what rounds.
 NEAR_TIE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
 # Margins cost a forward over the prefix each.
-MOST_MARGINS = 32
+MOST_MARGINS = 256
 
 
 def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
