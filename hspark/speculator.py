@@ -87,7 +87,8 @@ class HybridSpeculator:
         self.tokenizer = tokenizer
         check_length(self.config.max_length, model)
         weight_bytes = sum(weight.nbytes for weight in model.parameters())
-        target = CausalTarget(model, self.config.max_batch_size, self.config.max_length)
+        compiler = make_compiler(self.config.compile, device)
+        target = CausalTarget(model, self.config.max_batch_size, self.config.max_length, lay_out=compiler is None)
         step = DecodeStep(target, self.policy, self.verifier, drafter, free)
         for part in step.drafters:
             part.bind(target.info(self.name), self.config.max_batch_size, self.config.max_length)
@@ -107,7 +108,7 @@ class HybridSpeculator:
             eos_token_ids=end_ids(model, tokenizer) if eos_token_ids is None else eos_token_ids,
             tokenizer=tokenizer,
             lossy=lossy,
-            compiler=make_compiler(self.config.compile, target.device),
+            compiler=compiler,
             sharded=sharded,
         )
 

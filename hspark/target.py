@@ -37,12 +37,15 @@ class CausalTarget:
     model: a transformers causal LM. It is taken over: its attention implementation is replaced by the static one, and
     on a CPU its layers are laid out anew (`hspark.packing`, `hspark.lean_layers`), so it no longer runs by itself.
     rows, max_length: static sizes R and S of the buffers. taps: layers whose outputs `forward` also returns; index i is
-    the output of decoder layer i (0-based), -1 the embedding output.
+    the output of decoder layer i (0-based), -1 the embedding output. lay_out: False leaves the layers as they are, on a
+    CPU too, for a compiler: it cannot look into weights in oneDNN's layout.
     Raises UnsupportedModelError, naming the architecture, for models that keep recurrent or convolutional state, and
     ValueError for sizes that do not fit into memory (`hspark.memory`).
     """
 
-    def __init__(self, model: Any, rows: int, max_length: int, taps: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, model: Any, rows: int, max_length: int, taps: tuple[int, ...] = (), *, lay_out: bool = True
+    ) -> None:
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self._refuse_stateful()
@@ -50,7 +53,8 @@ class CausalTarget:
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
-        if self.device.type == "cpu":
+        self.laid_out = lay_out and self.device.type == "cpu"
+        if self.laid_out:
             pack_linears(model)
             fuse_norms(model)
         self.decoder = model.get_decoder()
@@ -92,7 +96,7 @@ class CausalTarget:
 
     def _lean(self) -> LeanModel | None:
         """The model with few operators, where that gives the same results (on a CPU)."""
-        if self.device.type != "cpu":
+        if not self.laid_out:
             return None
         lean = lean_model(self.model, self.buffers, self._prefill_plan(0, 0, min(4, self.max_length)))
         self.buffers.clear(0)

@@ -16,6 +16,7 @@ from hspark.core import SOURCE_MODEL, Chain, RowState
 from hspark.drafters.base import TargetInfo
 from hspark.drafters.confidence import ProbabilityCurve
 from hspark.drafters.dspark import DRAFTING, NOISE, committed_counts
+from hspark.packing import PackedLinear
 from hspark.sampling import (
     GREEDY_TEMPERATURE,
     STREAM_COUPLED,
@@ -78,7 +79,9 @@ class CausalLMDrafter:
 
     def bind(self, target: TargetInfo, max_batch_size: int, max_length: int) -> None:
         """Moves the model to the target's device and allocates its key and value buffers."""
-        self.lm = CausalTarget(self.model.to(target.device), max_batch_size, max_length)
+        # Where the target's layers were left to a compiler, so are the draft model's.
+        lay_out = target.lm_head is None or isinstance(target.lm_head, PackedLinear)
+        self.lm = CausalTarget(self.model.to(target.device), max_batch_size, max_length, lay_out=lay_out)
         self.target_vocab = target.vocab_size
         if abs(self.lm.vocab_size - target.vocab_size) > 0.05 * target.vocab_size:
             raise ValueError(

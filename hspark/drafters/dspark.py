@@ -289,10 +289,11 @@ def _packed(model: DSparkModel, target: TargetInfo) -> DSparkModel:
     """The network with its weights laid out for a CPU's kernels. The head that it shares with the target stays shared,
     also in that layout; elsewhere nothing changes."""
     head, shared = model.lm_head, target.lm_head
-    if isinstance(shared, PackedLinear) and isinstance(head, nn.Linear) and _same(shared.weight, head.weight):
+    if not isinstance(shared, PackedLinear):  # a compiler, or another device, takes plain layers
+        return model
+    if isinstance(head, nn.Linear) and _same(shared.weight, head.weight):
         model.lm_head = shared  # type: ignore[assignment]  # called like the Linear that it replaces
-    if model.fc.weight.device.type == "cpu":
-        pack_each(model, keep_weight=("fc", "lm_head"))
+    pack_each(model, keep_weight=("fc", "lm_head"))
     return model
 
 
