@@ -138,13 +138,16 @@ def lean_model(model: Any, buffers: KVBuffers, plan: Plan) -> LeanModel | None:
 
 @torch.inference_mode()
 def use_lean_layers(layers: Any, buffers: KVBuffers, rotary: Any, plan: Plan) -> int:
-    """Puts a `LeanLayer` in the place of each layer whose results it reproduces, in place; returns how many.
+    """Puts a `LeanLayer` in the place of each layer whose results it reproduces; returns how many are lean now.
 
     rotary: the model's module (x, position_ids) -> (cos, sin). plan: one row's plan of T >= 2 tokens, for the sample.
     """
     done = 0
     positions = torch.arange(plan.write.shape[0], device=plan.write.device)[None]
     for index, layer in enumerate(layers):
+        if isinstance(layer, LeanLayer):  # the model served another target before
+            done += 1
+            continue
         if not _has_shape(layer) or buffers.shapes[index].shares_with is not None:
             continue
         lean = LeanLayer(layer, buffers)

@@ -82,6 +82,7 @@ def test_a_model_can_be_taken_over_again() -> None:
     results = []
     for rows in (1, 3):
         target = CausalTarget(model, rows, 32)
+        assert target.lean is not None
         target.set_taps(TAPS)
         results.append(prefilled(target, text))
     assert torch.equal(*results)

@@ -120,11 +120,7 @@ def find_peers(options: argparse.Namespace, target: LoadedTarget) -> Peers:
     else:
         try:
             llama_file = float_copy(target.path, target.dtype if dtype is None else dtype)
-        except (
-            ValueError,
-            OSError,
-            NotImplementedError,
-        ) as error:  # the last from gguf, for types that it cannot unpack
+        except (ValueError, OSError, NotImplementedError) as error:  # the last is gguf's, for types it cannot unpack
             missing[LLAMA] = f"no float copy of {target.path.name} could be made: {error}"
     return Peers(assistant, options.assistant, llama_file, missing)
 
