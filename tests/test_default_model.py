@@ -8,6 +8,8 @@ import pytest
 
 from hspark import HybridSpeculator, SamplingParams
 from hspark.drafters.known import known_drafter
+from hspark.drafters.opening import open_drafter
+from hspark.models import LoadedTarget, load_target
 from hspark.policy import LinearCost
 
 PROGRAM = "def area(w, h):\n    if w < 0 or h < 0:\n        raise ValueError\n    return w * h"
@@ -26,16 +28,26 @@ HYBRID = [
 ]
 
 
+@pytest.fixture(scope="module")
+def target() -> LoadedTarget:
+    return load_target("smollm2-135m", "float32", "cpu")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_one_seed_one_text(temperature: float) -> None:
+def test_one_seed_one_text(target: LoadedTarget, temperature: float) -> None:
+    """All speculators take over the same model, one after the other."""
     params = SamplingParams(max_new_tokens=32, temperature=temperature, seed=4)
-    runs = FREE + (HYBRID if known_drafter("smollm2-135m") else [])
+    known = known_drafter(target.name)
+    runs = FREE + (HYBRID if known else [])
     texts = {}
     for policy, drafting in runs:
-        speculator = HybridSpeculator.from_pretrained(
-            "smollm2-135m",
-            dtype="float32",
+        speculator = HybridSpeculator(
+            target.model,
+            target.tokenizer,
+            name=target.name,
+            eos_token_ids=target.eos_token_ids,
+            drafter=open_drafter(known, "float32", "cpu", drafting=drafting) if known else None,
             policy=policy,
             drafting=drafting,
             cost=LinearCost(0.05, 0.001),

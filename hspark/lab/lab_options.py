@@ -23,6 +23,7 @@ _STUDY_WORDS: tuple[tuple[str, str, Any], ...] = (
     ("--estimator", "estimator", None),
     ("--cost", "cost", None),
     ("--overhead", "overhead", None),
+    ("--bench", "bench", None),
     ("--tokenizer", "tokenizer", None),
     ("--batch-sizes", "batch_sizes", "4,32,128"),
     ("--sizing-delay", "sizing_delay", 2),
@@ -82,6 +83,7 @@ def add_study_options(parser: argparse.ArgumentParser) -> None:
     add("--estimator", metavar="NAME", help="a preset, or a file that `hspark fit` saved (default: fitted here)")
     add("--cost", metavar="PATH", help="cost file of the simulated hardware (default: the paper's prices of a slot)")
     add("--overhead", metavar="PATH", help="report of `hspark bench overhead --output` (never_choose)")
+    add("--bench", metavar="PATH", help="report of `hspark bench --output` on the same requests (against_engine)")
     add("--tokenizer", metavar="NAME", help="whose tokenizer turns outputs into text (default: the table's target)")
     add("--batch-sizes", default="4,32,128", metavar="N,...", help="simulated batches, rising (default: 4,32,128)")
     add("--sizing-delay", type=int, default=2, metavar="STEPS", help="age of what budgets are sized from (default: 2)")
@@ -111,7 +113,8 @@ def make_lab(table: RecordTable, options: argparse.Namespace) -> Lab:
         cost=None if options.cost is None else load_cost(options.cost),
         programs=programs,
         decode=_late_decoder(options.tokenizer or str(table.info.get("target", ""))) if programs else None,
-        overhead=_overhead(options.overhead),
+        overhead=_report("overhead", options.overhead, "hspark bench overhead --output"),
+        bench=_report("bench", options.bench, "hspark bench --output"),
         batch_sizes=_sizes(options.batch_sizes),
         budget_delay=options.sizing_delay,
         row_steps=options.row_steps,
@@ -168,17 +171,15 @@ def _late_decoder(name: str) -> Callable[[Sequence[int]], str]:
     return decode
 
 
-def _overhead(path: str | None) -> dict[str, Any] | None:
+def _report(name: str, path: str | None, command: str) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"overhead={path!r} cannot be read ({error}); use a file that `hspark bench overhead --output` wrote"
-        ) from error
+        raise ValueError(f"{name}={path!r} cannot be read ({error}); use a file that `{command}` wrote") from error
     if not isinstance(record, dict):
-        raise ValueError(f"overhead={path!r} is no report; use a file that `hspark bench overhead --output` wrote")
+        raise ValueError(f"{name}={path!r} is no report; use a file that `{command}` wrote")
     return record
 
 

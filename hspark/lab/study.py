@@ -29,6 +29,7 @@ STUDY_ORDER = (
     "staleness",
     "context_length",
     "simulator",
+    "against_engine",
 )
 
 

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -204,18 +204,23 @@ def load_cost(path: str | os.PathLike[str]) -> LinearCost | StepCostTable:
         ) from error
     except ValueError as error:
         raise ValueError(f"cost file {str(path)!r} is not JSON ({error}); use a file written by save()") from error
+    return cost_from(record, f"cost file {str(path)!r}")
+
+
+def cost_from(record: Any, where: str) -> LinearCost | StepCostTable:
+    """The cost model of a record that `save` wrote; `where` names it in errors."""
     keys = {
         "linear": ("base", "per_slot", "per_context_token", "graph_limit", "eager"),
         "table": ("sizes", "seconds", "per_context_token", "interpolate"),
     }
     kind = record.get("kind") if isinstance(record, dict) else None
     if kind not in keys:
-        raise ValueError(f"cost file {str(path)!r}: key 'kind' is {kind!r}; use one of {', '.join(map(repr, keys))}")
+        raise ValueError(f"{where}: key 'kind' is {kind!r}; use one of {', '.join(map(repr, keys))}")
     values = {key: value for key, value in record.items() if key != "kind"}
     missing, unknown = [set(keys[kind]) - set(values), set(values) - set(keys[kind])]
     if missing or unknown:
         problem = f"lacks {sorted(missing)}" if missing else f"has unknown {sorted(unknown)}"
-        raise ValueError(f"cost file {str(path)!r} {problem}; the keys of kind {kind!r} are {list(keys[kind])}")
+        raise ValueError(f"{where} {problem}; the keys of kind {kind!r} are {list(keys[kind])}")
     try:
         if kind == "table":
             return StepCostTable(**values)
@@ -224,7 +229,7 @@ def load_cost(path: str | os.PathLike[str]) -> LinearCost | StepCostTable:
             values[key] = None if key == "eager" and values[key] is None else curves.unlisted(key, values[key])
         return LinearCost(**values)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"cost file {str(path)!r}: {error}") from error
+        raise ValueError(f"{where}: {error}") from error
 
 
 def profile_cost(

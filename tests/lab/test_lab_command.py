@@ -84,7 +84,7 @@ def test_record_studies_report(folder: Path, table: str, capsys: pytest.CaptureF
     record = json.loads(shown)
     names = [each["name"] for each in record["studies"]]
     assert set(names) | set(record["left_out"]) == set(STUDY_ORDER)
-    assert list(record["left_out"]) == ["never_choose"]
+    assert list(record["left_out"]) == ["never_choose", "against_engine"]
     assert [each.name for each in load_studies(out)] == names
     command = record["studies"][0]["command"]
     assert command == " ".join(["hspark lab study acceptance --table", table, "--workload", work, "--cost", cost, *STUDY_OPTIONS])  # fmt: skip  # noqa: E501

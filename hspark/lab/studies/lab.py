@@ -34,7 +34,7 @@ class StudyOptions:
         table (`paper_like_cost`).
     sampled: a table of the same target recorded at a temperature above 0.
     programs: {task_id: the program that the request edits}. decode: text of output tokens.
-    overhead: the report of `hspark bench overhead`.
+    overhead: the report of `hspark bench overhead`. bench: of `hspark bench` on the recorded requests.
     batch_sizes: rows. budget_delay: age in steps of the survivals that a step is sized from.
     row_steps: length of a simulation, in steps of one request. seeds: orders of the requests, where several are asked.
     resamples: bootstrap draws over prompts.
@@ -47,6 +47,7 @@ class StudyOptions:
     programs: Mapping[str, str] | None = None
     decode: Callable[[Sequence[int]], str] | None = None
     overhead: Mapping[str, Any] | None = None
+    bench: Mapping[str, Any] | None = None
     batch_sizes: tuple[int, ...] = (4, 32, 128)
     budget_delay: int = 2
     row_steps: int = 30_000

@@ -9,6 +9,7 @@ from typing import Any
 
 from hspark.lab.studies.ablations import ablations
 from hspark.lab.studies.acceptance import acceptance
+from hspark.lab.studies.against_engine import against_engine
 from hspark.lab.studies.context_length import context_length
 from hspark.lab.studies.edit_distance import edit_distance
 from hspark.lab.studies.estimator import estimator
@@ -53,6 +54,9 @@ _SPECS: dict[str, Spec] = {
     "staleness": Spec(staleness, "Stale budgets", "Table 16, appendix O", "miscounts, shortfalls, goodput lost"),
     "context_length": Spec(context_length, "Context length", "Figure 9", "acceptance length and speed-up by context"),
     "simulator": Spec(simulator, "Speed of the simulator", "", "steps per second by batch size and length"),
+    "against_engine": Spec(
+        against_engine, "The simulator against the engine", "", "a benchmark replayed and held against it"
+    ),
 }
 STUDIES: dict[str, Spec] = {name: _SPECS[name] for name in STUDY_ORDER}
 
