@@ -17,12 +17,12 @@ from hspark.lab.outputs import RecordedOutput, read_outputs
 from hspark.lab.workloads import load_workload
 from hspark.models import LoadedTarget, load_target
 from hspark.options import Parser, add_target_options, set_threads
-from hspark.train.config import TrainConfig
 from hspark.train.data import FeatureStore, group_of
 from hspark.train.export import calibrate, export_drafter, measure
 from hspark.train.generate import generate_outputs
-from hspark.train.losses import LossWeights
+from hspark.train.invent import invent_prompts
 from hspark.train.prompts import training_prompts
+from hspark.train.recipe import add_recipe, train_config
 from hspark.train.setup import bigram_markov, drafter_config, new_drafter, unused_token
 from hspark.train.trainer import Trainer
 
@@ -34,6 +34,7 @@ is trained for ten minutes and exported to run/drafter. What it is worth is prin
 that were held out: 1 is nothing. To see it at work: hspark bench --drafter run/drafter
 
 in earnest:
+  hspark train --folder run --prompts 3000 --invent 3000 --early-slots 4 --early-steps 200 --hours 12 --fuse
   hspark train --folder run --outputs outputs.jsonl.gz --early-slots 4 --early-steps 200 --hours 12 --fuse
   hspark train --folder run                    # goes on where the run stopped, with the settings it was started with
   torchrun --nproc-per-node 2 -m hspark train --folder run --outputs outputs.jsonl.gz
@@ -41,7 +42,7 @@ in earnest:
 Each line of an outputs file is a JSON object with task_id, temperature, output_token_ids, and prompt (one user message)
 or prompt_token_ids. Outputs must be the target's own: a drafter learns what its target says.
 """
-SETTINGS, ANSWERS = "settings.json", "outputs.jsonl"
+SETTINGS, INVENTED, ANSWERS = "settings.json", "invented.json", "outputs.jsonl"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     data("--outputs", action="append", default=[], metavar="FILE", help="recorded outputs of the target; repeatable")
     data("--prompt-file", metavar="FILE", help="a workload file whose prompts the target answers first")
     data("--prompts", type=int, default=0, metavar="N", help="answer N built-in prompts first")
+    data("--invent", type=int, default=0, metavar="N", help="answer N prompts that the target makes up itself, too")
     data("--max-new-tokens", type=int, default=320, metavar="N", help="length of those answers (default: 320)")
     shape = parser.add_argument_group("drafter").add_argument
     shape("--layers", type=int, default=2, metavar="N", help="draft layers (default: 2)")
@@ -59,43 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     shape("--kv-heads", type=int, metavar="N", help="key/value heads (default: as many as query heads)")
     shape("--markov-rank", type=int, default=32, metavar="R", help="rank of the Markov head (default: 32)")
     shape("--block-size", type=int, default=7, metavar="B", help="tokens of a draft (default: 7)")
-    _add_recipe(parser)
+    add_recipe(parser)
     out = parser.add_argument_group("output").add_argument
     out("--export", metavar="DIR", help="where the drafter goes (default: DIR/drafter of the run's folder)")
     out("--with-tables", action="store_true", help="store embedding and head too, for loaders that insist on them")
     out("--json", action="store_true", help="print the report as JSON")
     return parser
-
-
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    default, weights = TrainConfig(), TrainConfig().weights
-    add = parser.add_argument_group("recipe").add_argument
-    add("--steps", type=int, default=default.steps, metavar="N", help=f"optimiser steps (default: {default.steps})")
-    add("--minutes", type=float, default=0.0, metavar="M", help="stop training after so long (default: by steps alone)")
-    add("--hours", type=float, default=0.0, metavar="H", help="the same in hours")
-    add("--optimizer", default=default.optimizer, help=f"adamw or muon (default: {default.optimizer})")
-    add("--lr", type=float, default=default.lr, help=f"learning rate of AdamW (default: {default.lr})")
-    add("--matrix-lr", type=float, default=default.matrix_lr, help=f"of Muon (default: {default.matrix_lr})")
-    add("--early-slots", type=int, default=0, metavar="N", help="start with blocks of N slots, which are cheaper ...")
-    add("--early-steps", type=int, default=0, metavar="N", help="... for so many steps (default: 0)")
-    add("--schedule", default=default.schedule, help="constant or cosine (default: constant)")
-    add(
-        "--cooldown", type=int, default=0, metavar="N", help="let the rate fall to 0 over the last N steps (default: 0)"
-    )
-    add("--on-prompts", action="store_true", help="also train on blocks inside the prompts")
-    add("--warmup", type=int, default=default.warmup, metavar="N", help=f"steps (default: {default.warmup})")
-    add("--sequences", type=int, default=default.sequences, metavar="N", help="per step and process (default: 8)")
-    add("--micro-batch", type=int, default=default.micro_batch, metavar="N", help="sequences at once (default: 4)")
-    add("--anchors", type=int, default=default.anchors, metavar="N", help="blocks per sequence (default: 128)")
-    add("--vocabulary", type=int, default=default.vocabulary, metavar="N", help="tokens of the softmax, 0 for all")
-    add("--common", type=int, default=default.common, metavar="N", help="of these, the most frequent (default: 4096)")
-    for name in ("ce", "l1", "soft", "confidence"):
-        value = getattr(weights, name)
-        add(f"--{name}", type=float, default=value, metavar="W", help=f"weight of that loss term (default: {value})")
-    add("--gamma", type=float, default=weights.gamma, help="decay of later slots, 0 for none (default: 4)")
-    add("--ema", type=float, default=default.ema, help=f"decay of the averaged weights (default: {default.ema})")
-    add("--seed", type=int, default=0, help="of data order, anchors and initial weights (default: 0)")
-    add("--fuse", action="store_true", help="compile the loss with torch.compile; pays in long runs")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -106,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     settings_file = folder / SETTINGS
     if settings_file.exists():
         options = _restored(options, json.loads(settings_file.read_text()))
-    config = _config(options)
+    config = train_config(options)
     precision = _precision()
     accelerator = Accelerator(mixed_precision=precision, cpu=options.device == "cpu")
     dtype = options.dtype if precision == "bf16" else "float32"  # without autocast weights and tables must agree
@@ -115,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         return load_target(options.model, dtype, str(accelerator.device), progress=not options.json)
 
     with accelerator.main_process_first():
-        if options.prompts or options.prompt_file:
+        if options.prompts or options.prompt_file or options.invent:
             _answer(options, folder, load)
         target = load()
         store = _prepare(options, folder, target)
@@ -164,44 +135,6 @@ def _cpu_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported()
 
 
-def _config(options: argparse.Namespace) -> TrainConfig:
-    if options.minutes < 0 or options.hours < 0:
-        raise ValueError(f"minutes={options.minutes}, hours={options.hours}; use durations of at least 0")
-    return TrainConfig(
-        steps=options.steps,
-        seconds=60 * options.minutes + 3600 * options.hours,
-        sequences=options.sequences,
-        micro_batch=options.micro_batch,
-        anchors=options.anchors,
-        optimizer=options.optimizer,
-        lr=options.lr,
-        matrix_lr=options.matrix_lr,
-        schedule=options.schedule,
-        cooldown=options.cooldown,
-        prompts=options.on_prompts,
-        warmup=options.warmup,
-        weights=LossWeights(
-            ce=options.ce, l1=options.l1, soft=options.soft, confidence=options.confidence, gamma=options.gamma
-        ),
-        block_schedule=_blocks(options),
-        vocabulary=options.vocabulary,
-        common=options.common,
-        ema=options.ema,
-        seed=options.seed,
-        compiled=options.fuse,
-    )
-
-
-def _blocks(options: argparse.Namespace) -> tuple[tuple[int, int], ...]:
-    """The block schedule; later slots hardly matter while early drafts are still wrong."""
-    early, steps, block = options.early_slots, options.early_steps, options.block_size
-    if not steps:
-        return ()
-    if not 1 <= early <= block:
-        raise ValueError(f"early_slots={early} with early_steps={steps}; use 1 to {block} slots (block_size)")
-    return ((0, early), (steps, block))
-
-
 def _prepare(options: argparse.Namespace, folder: Path, target: LoadedTarget) -> FeatureStore:
     """The feature store of a run, filled."""
     features = folder / "features"
@@ -211,7 +144,7 @@ def _prepare(options: argparse.Namespace, folder: Path, target: LoadedTarget) ->
         answers = folder / ANSWERS
         files = [*options.outputs, *([answers] if answers.exists() else [])]
         if not files:
-            raise ValueError("there is nothing to train on; use --outputs, --prompt-file or --prompts")
+            raise ValueError("there is nothing to train on; use --outputs, --prompt-file, --prompts or --invent")
         outputs = [output for file in files for output in read_outputs(file, lambda text: _encode(target, text))]
         groups = [group_of(output.task_id, _decode(target, output)) for output in outputs]
         config = drafter_config(target.model.config, mask_token_id=0, taps=options.taps)
@@ -228,18 +161,35 @@ def _answer(options: argparse.Namespace, folder: Path, load: Callable[[], Loaded
     """
     if (folder / "features" / "index.json").exists():
         return
+    target = load()
     prompts = training_prompts(options.prompts, options.seed) if options.prompts else []
     if options.prompt_file:
         prompts += [(sample.task_id, sample.messages[-1]["content"]) for sample in load_workload(options.prompt_file)]
+    if options.invent:
+        prompts += _invented(options, folder, target)
     with tqdm(total=len(prompts), unit="prompt", desc="answers", file=sys.stderr) as bar:
         generate_outputs(
-            load(),
+            target,
             prompts,
             folder / ANSWERS,
             max_new_tokens=options.max_new_tokens,
             seed=options.seed,
             progress=lambda done, total: bar.update(done - bar.n),
         )
+
+
+def _invented(options: argparse.Namespace, folder: Path, target: LoadedTarget) -> list[tuple[str, str]]:
+    """Prompts made up by the target; kept in the folder, so that a run that was cut short goes on with the same."""
+    path = folder / INVENTED
+    if path.exists():
+        return [(task_id, message) for task_id, message in json.loads(path.read_text(encoding="utf-8"))]
+    with tqdm(total=options.invent, unit="prompt", desc="prompts", file=sys.stderr) as bar:
+        found = invent_prompts(
+            target, options.invent, seed=options.seed, progress=lambda done, total: bar.update(done - bar.n)
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found), encoding="utf-8")
+    return found
 
 
 def _encode(target: LoadedTarget, message: str) -> list[int]:

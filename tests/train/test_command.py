@@ -1,5 +1,6 @@
 """`hspark train`: from prompts or recorded outputs to a checkpoint, and its mistakes in one line."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from hspark.models import LoadedTarget
 from hspark.train import command
 from hspark.train.command import main
 from hspark.train.generate import generate_outputs
+from hspark.train.invent import invent_prompts
 from tests.tiny import tiny_llama
 from tests.toy_tokenizer import TOY_EOS, TOY_VOCAB, toy_tokenizer
 from tests.train.runs import tiny_outputs
@@ -80,13 +82,37 @@ def test_from_prompts_to_a_drafter(tmp_path, target, capsys):
     assert len((tmp_path / "run" / "outputs.jsonl").read_text().splitlines()) <= 40
 
 
+def test_prompts_that_the_target_makes_up(tmp_path, target, capsys):
+    """They are messages only, distinct, the same for the same seed, and kept where the run goes on."""
+    found = invent_prompts(target(), 5, seed=3, max_new_tokens=200, batch_size=8)
+    assert len(found) == 5 == len(set(found)) == len({message for _, message in found})
+    assert all(message.strip() == message != "" for _, message in found)
+    assert not any("<user>" in message or "<eos>" in message for _, message in found)
+    assert found == invent_prompts(target(), 5, seed=3, max_new_tokens=200, batch_size=8)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    kept = [[task_id, message] for task_id, message in found]
+    (folder / "invented.json").write_text(json.dumps(kept))
+    options = [*OPTIONS, "--prompts", "20", "--invent", "5", "--max-new-tokens", "20", "--json"]
+    assert main(["--folder", str(folder), *options]) == 0
+    answered = {json.loads(line)["task_id"] for line in (folder / "outputs.jsonl").read_text().splitlines()}
+    assert {task_id for task_id, _ in found} <= answered
+
+
+def test_nothing_to_invent_with(target):
+    with pytest.raises(ValueError, match="count=0"):
+        invent_prompts(target(), 0)
+    with pytest.raises(ValueError, match="no chat template"):
+        invent_prompts(dataclasses.replace(target(), tokenizer=toy_tokenizer()), 3)
+
+
 def test_an_early_block_that_does_not_fit(tmp_path, target):
     with pytest.raises(ValueError, match="early_slots=9 with early_steps=5"):
         main(["--folder", str(tmp_path / "run"), "--early-slots", "9", "--early-steps", "5"])
 
 
 def test_nothing_to_train_on(tmp_path, target):
-    with pytest.raises(ValueError, match="--outputs, --prompt-file or --prompts"):
+    with pytest.raises(ValueError, match="--outputs, --prompt-file, --prompts or --invent"):
         main(["--folder", str(tmp_path / "run")])
 
 
