@@ -164,14 +164,14 @@ class Lab:
 
     @cached_property
     def presets(self) -> dict[str, Array]:
-        """Estimates of the published fits for targets; those for other match limits are left out."""
+        """Estimates of the published fits for other targets; those for other match limits are left out."""
         limits = self.table.info["ngram"]
         found = {}
         for name in AcceptanceEstimator.preset_names():
             each = AcceptanceEstimator.preset(name)
-            if "/" not in name and all(
-                getattr(each, key) == limits[key] for key in ("min_match", "max_match", "copy_cap")
-            ):
+            if "/" in name or name == self.table.info.get("target"):  # its own fit says nothing of other models
+                continue
+            if all(getattr(each, key) == limits[key] for key in ("min_match", "max_match", "copy_cap")):
                 found[name] = acceptance(each, self.table)
         if not found:
             raise LeftOutError(f"the published coefficients are for other match limits than the table's {limits}")

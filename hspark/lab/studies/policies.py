@@ -47,7 +47,7 @@ def policies(lab: Lab) -> Study:
         title="",
         source="",
         question="Which rule of choosing between the two drafters is fastest, and does the batch size matter?",
-        finding=_finding(ratios["0"], fastest),
+        finding=_finding(ratios["0"], fastest) + _sampled_finding(ratios.get("1", {})),
         tables=[Table("Policies in simulation", columns, rows, note)],
         plots=plots,
         data={"row_steps": lab.options.row_steps, "sampled_outputs": labs["1"].table.outputs if "1" in labs else 0},
@@ -108,3 +108,8 @@ def _finding(ratios: dict[int, dict[str, Interval]], fastest: dict[int, str]) ->
             f"{found['ngram_first'].value:.3f}, extension {found['extension'].value:.3f}; {fastest[batch]}."
         )
     return " ".join(words)
+
+
+def _sampled_finding(ratios: dict[int, dict[str, Interval]]) -> str:
+    found = ", ".join(f"{each['proposed']} at batch {batch}" for batch, each in ratios.items())
+    return f" At T = 1 the proposed policy has {found} of the model drafter's throughput." if found else ""
