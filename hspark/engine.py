@@ -7,7 +7,6 @@ step was enqueued, not to the row.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 import warnings
@@ -23,17 +22,13 @@ from hspark.core import Chain
 from hspark.drafters.base import PromptReader
 from hspark.graphs import hold_addresses
 from hspark.parallel import from_first_rank
-from hspark.policy import BudgetDecision, CostModel, SurvivalHistory, choose_budget, evaluate_budget
+from hspark.policy import BudgetDecision, CostModel
 from hspark.readback import Readback
 from hspark.request import Request
-from hspark.rows import check_row, new_rows, packed_sizes, write_request
+from hspark.rows import check_row, new_rows, write_request
 from hspark.sampling import SamplingMode
-from hspark.step import DecodeStep, Outcome, Shape
-
-logger = logging.getLogger("hspark")
-
-# Contexts are bounded in multiples of this many positions, so that few static shapes occur.
-CONTEXT_BUCKET = 64
+from hspark.sizing import Sizing
+from hspark.step import DecodeStep, Outcome
 
 
 class InFlight(NamedTuple):
@@ -69,14 +64,14 @@ class Engine:
         compiler: Callable[[Any], Any] | None = None,
         sharded: bool = False,
     ) -> None:
-        self.device_step, self.cost = step, cost
-        self.padded = compiler is not None or step.target.device.type != "cpu"
+        self.device_step = step
         wrap: Callable[[Any], Any] = compiler or (lambda function: function)
         self._run_propose, self._run_allocate = wrap(step.propose), wrap(step.allocate)
         self._run_verify = wrap(step.verify)
         step.on_failure = self._draft_failed
-        self.budget, self.budget_delay, self.run_ahead = budget, budget_delay, run_ahead
-        self.prefill_tokens, self.sharded = prefill_tokens, sharded
+        padded = compiler is not None or step.target.device.type != "cpu"
+        self.sizing = Sizing(step, cost, budget, budget_delay, padded)
+        self.run_ahead, self.prefill_tokens, self.sharded = run_ahead, prefill_tokens, sharded
         self.eos_token_ids, self.tokenizer, self.lossy = eos_token_ids, tokenizer, lossy
         target = step.target
         self.target, self.device, self.capacity = target, target.device, target.max_length
@@ -89,18 +84,15 @@ class Engine:
         self.speculate = torch.ones(target.rows, dtype=torch.bool, device=self.device)
         if compiler is not None and self.device.type == "cuda":
             hold_addresses(self.rows, step)
-        self.history = SurvivalHistory(target.rows, step.width, budget_delay)
         self.owners: list[Request | None] = [None] * target.rows
         self.waiting: deque[Request] = deque()
         self.in_flight: deque[InFlight] = deque()
         self.void_before = [0] * target.rows  # outcomes of earlier steps do not count for that row
         self.suspended: set[int] = set()  # rows that take one step without drafts, see _scrub
         self.step_number = 0
-        self.decision = BudgetDecision(0, 0.0, 0.0, 0.0)
         self.slots_verified = 0
         self.draft_failures = 0
         self._numbers = 0
-        self._flat_noted = False
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -143,6 +135,11 @@ class Engine:
                     self._scrub(row)
 
     @property
+    def decision(self) -> BudgetDecision:
+        """Budget and price of the newest step."""
+        return self.sizing.decision
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.in_flight or any(self.owners))
 
@@ -181,13 +178,13 @@ class Engine:
 
     def _start(self, row: int) -> None:
         self.rows.running[row] = True
-        self.history.claim(row, self.step_number)
+        self.sizing.history.claim(row, self.step_number)
 
     def _release(self, row: int) -> None:
         self.owners[row] = None
         self.rows.running[row] = False
         self.rows.length[row] = 1
-        self.history.release(row)
+        self.sizing.history.release(row)
 
     def _prefill(self) -> None:
         """Processes prompts, oldest row first; all but the last token, which is the first anchor."""
@@ -222,18 +219,18 @@ class Engine:
         mode = SamplingMode()
         for owner in running:
             mode = mode.merge(owner.params.mode)
-        context = self._context(running)
+        context = self.sizing.context(running, len(self.in_flight))
         for drafter in self.device_step.drafters:
             if hasattr(drafter, "context_limit"):
                 drafter.context_limit = context
-        if self.budget_delay > 0:
-            self._size(self.step_number, running)
+        if self.sizing.delay > 0:
+            self.sizing.decide(self.step_number, running)
         chain = self._propose(mode)
-        if self.budget_delay == 0:  # fresh sizing: the host waits for this step's own survivals
-            self.history.push(self.step_number, chain.survival)
-            self._size(self.step_number, running)
+        if self.sizing.delay == 0:  # fresh sizing: the host waits for this step's own survivals
+            self.sizing.history.push(self.step_number, chain.survival)
+            self.sizing.decide(self.step_number, running)
         kept = self._run_allocate(chain, self._scalar(self.decision.budget, torch.int64))
-        shape = self._shape(kept, len(running), context)
+        shape = self.sizing.shape(kept, len(running), context, settled=not self.in_flight)
         wants_logprobs = any(owner.params.logprobs for owner in running)
         outcome = self._run_verify(self.rows, chain, kept, mode, shape, wants_logprobs)
         self.in_flight.append(InFlight(self.step_number, Readback(outcome), owners))
@@ -257,46 +254,11 @@ class Engine:
             warnings.warn(f"drafting failed and the step went on without drafts: {error!r}", stacklevel=2)
         self.draft_failures += 1
 
-    def _context(self, running: list[Request]) -> int:
-        """A bound on the positions that this step reads or writes, known without asking the device."""
-        width = self.device_step.width + 1
-        longest = max(len(r.prompt) + len(r.token_ids) for r in running) + width * (len(self.in_flight) + 1)
-        bound = -(-longest // CONTEXT_BUCKET) * CONTEXT_BUCKET
-        if self.padded:  # few static shapes matter more than a tight bound
-            bound = 1 << (bound - 1).bit_length()
-        return min(bound, self.capacity)
-
-    def _size(self, step: int, running: list[Request]) -> None:
-        """Budget and price of this step, from survivals that are budget_delay steps old."""
-        survival = self.history.read(step)
-        context = sum(len(r.prompt) + len(r.token_ids) for r in running)
-        if self.budget == "adaptive":
-            self.decision = choose_budget(survival, len(running), self.cost, context)
-            if self.decision.budget and not self.decision.price and not self._flat_noted:
-                self._flat_noted = True
-                logger.info("a draft slot costs nothing at this size, so every draft is verified: %r", self.cost)
-        else:
-            slots = self.device_step.width * self.target.rows if self.budget == "all" else int(self.budget)
-            self.decision = evaluate_budget(survival, len(running), self.cost, slots, context)
-
-    def _shape(self, kept: Tensor, running: int, context: int) -> Shape:
-        """Static sizes of the verification. Where the host is the device, looking at `kept` costs nothing and saves
-        padding; elsewhere, and where shapes are compiled, the budget bounds it and sizes are padded to a few."""
-        if not self.padded:
-            size, queries = running + int(kept.sum()), 1 + int(kept.max())
-            # With steps in flight a row may have reached its limit unseen, and have no slot at all.
-            full = not self.in_flight and size == queries * self.target.rows
-            return Shape(size, queries, context, full)
-        width = self.device_step.width
-        slots = min(self.decision.budget, width * running)
-        size = next(size for size in packed_sizes(self.target.rows, width) if size >= running + slots)
-        return Shape(size, 1 + width if slots else 1, context)
-
     def _collect(self, flight: InFlight) -> None:
         """Reads one outcome and hands its tokens to the requests that held the rows."""
         outcome = flight.outcome.wait()
-        if self.budget_delay > 0:
-            self.history.push(flight.step, outcome.survival)
+        if self.sizing.delay > 0:
+            self.sizing.history.push(flight.step, outcome.survival)
         names = [name for name in Outcome._fields if name not in ("survival", "logprobs")]
         lists = {name: getattr(outcome, name).tolist() for name in names}
         logprobs = None if outcome.logprobs is None else outcome.logprobs.tolist()

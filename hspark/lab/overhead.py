@@ -99,7 +99,7 @@ def timed_parts(engine: Engine, watch: Stopwatch) -> Iterator[None]:
     step = engine.device_step
     model, free = step.model_drafter, step.free_drafter
     places: list[tuple[Any, str, str]] = [
-        (engine, "_size", SIZING),
+        (engine.sizing, "decide", SIZING),
         (engine, "_collect", COLLECT),
         (engine, "_run_propose", CHOOSE),
         (engine, "_run_verify", VERIFY),

@@ -155,7 +155,9 @@ def test_a_step_is_sized_from_survivals_of_delay_steps_before(delay: int, run_ah
         number = engine.step_number - 1
         known = torch.ones(3, 7) if number < delay else survivals[number - delay]
         assert engine.decision == choose_budget(known, 3, STAIRS, told)
-        produced = engine.in_flight[-1].outcome.wait().survival if engine.in_flight else engine.history._steps[number]
+        produced = (
+            engine.in_flight[-1].outcome.wait().survival if engine.in_flight else engine.sizing.history._steps[number]
+        )
         survivals.append(produced.clone())
     assert number > 2 * delay
 
@@ -171,7 +173,7 @@ def test_a_recycled_row_starts_at_survival_one(run_ahead: int) -> None:
     seen = []
     for _ in range(6):
         engine._admit()
-        seen.append(float(engine.history.read(engine.step_number)[0, 0]))
+        seen.append(float(engine.sizing.history.read(engine.step_number)[0, 0]))
         engine.step()
     assert seen == [1.0, 1.0, 0.25, 0.25, 0.25, 0.25]
 
@@ -196,11 +198,11 @@ def test_padded_shapes_emit_the_same_tokens(run_ahead: int, monkeypatch: pytest.
     for budget in (0, 3, "all"):
         engine = engine_for(prompts, budget=budget, run_ahead=run_ahead)
 
-        def padded(kept: torch.Tensor, running: int, context: int, engine: Any = engine) -> Shape:
+        def padded(kept: torch.Tensor, running: int, context: int, settled: bool, engine: Any = engine) -> Shape:
             slots = min(engine.decision.budget, engine.device_step.width * running)
             return Shape(running + slots + 5, 1 + min(engine.device_step.width, slots), context)
 
-        monkeypatch.setattr(engine, "_shape", padded)
+        monkeypatch.setattr(engine.sizing, "shape", padded)
         outputs = serve(engine, [(p, greedy(10 + 5 * i)) for i, p in enumerate(prompts)])
         assert [o.token_ids for o in outputs] == [plain(p, 10 + 5 * i) for i, p in enumerate(prompts)]
         assert all(len(call.valid) >= sum(call.valid) + 5 for call in engine.target.calls)

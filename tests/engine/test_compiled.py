@@ -43,8 +43,8 @@ def noted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> set[Any]:
     results: set[Any] = set()
     plain = getattr(owner, name)
 
-    def noting(*args: Any) -> Any:
-        result = plain(*args)
+    def noting(*args: Any, **options: Any) -> Any:
+        result = plain(*args, **options)
         results.add(result)
         return result
 
@@ -70,8 +70,8 @@ def test_one_variant_for_each_padded_size(monkeypatch: pytest.MonkeyPatch) -> No
         compile=True,
     )
     engine = speculator.engine
-    shapes = noted(monkeypatch, engine, "_shape")
-    contexts = noted(monkeypatch, engine, "_context")
+    shapes = noted(monkeypatch, engine.sizing, "shape")
+    contexts = noted(monkeypatch, engine.sizing, "context")
     params = SamplingParams(max_new_tokens=12, seed=3, temperature=0.7)
     speculator.generate(PROMPTS, params)
     assert {shape.size for shape in shapes} <= set(packed_sizes(4, engine.device_step.width))

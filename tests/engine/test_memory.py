@@ -88,7 +88,7 @@ def test_a_hundred_requests_leave_nothing_behind(run_ahead: int) -> None:
         assert after[1] <= before[1] + 4096, f"{after[1] - before[1]} more bytes"
     assert addresses() == places
     assert not engine.waiting
-    assert len(engine.history._steps) <= engine.budget_delay + 1
+    assert len(engine.sizing.history._steps) <= engine.sizing.delay + 1
     # The peak of the process, in KiB; other threads and the allocator's own slack are allowed for.
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident
     assert grown < 16 * 1024, f"the peak grew by {grown} KiB over 88 requests"
