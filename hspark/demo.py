@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from hspark.drafters.known import known_drafter
-from hspark.lab.bench import Observer, encode_samples, run_bench
+from hspark.lab.bench import encode_samples, run_bench
 from hspark.lab.bench_command import default_arms
 from hspark.lab.bench_report import BenchReport
 from hspark.lab.bench_settings import BenchSettings
 from hspark.lab.bench_text import SPEED, Column, number, render_header, same_text, table
 from hspark.lab.builtin_workload import builtin_workload
+from hspark.lab.observer import Observer
 from hspark.lab.runs import BenchPrompt, GroupRun
 from hspark.lab.workloads import Sample
 from hspark.models import load_target

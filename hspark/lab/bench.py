@@ -17,20 +17,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from hspark.config import SamplingParams
 from hspark.drafters.base import Drafter
 from hspark.lab.arms import Arm, ArmSpec, PeerArm, SpeculatorArm, plain_copy
-from hspark.lab.bench_report import BenchReport, summarise
+from hspark.lab.bench_report import BatchSummary, BenchReport, summarise
 from hspark.lab.bench_settings import BenchSettings
 from hspark.lab.differences import compare
 from hspark.lab.machine import load_average, machine_facts
+from hspark.lab.observer import Observer
 from hspark.lab.runs import BatchRuns, BenchPrompt, GroupRun
 from hspark.lab.workloads import Sample
 from hspark.models import LoadedTarget
 from hspark.policy import CostModel, Policy
-from hspark.request import Request
 from hspark.speculator import HybridSpeculator
 from hspark.target import CausalTarget
 
@@ -39,34 +37,6 @@ ExtraArm = Callable[["ArmBuilder", int], Arm]
 
 WARMUP_TOKENS = 8
 _ROUND = 64
-
-
-class Observer:
-    """Told what a benchmark does, as it happens. Every method may be overridden; these do nothing."""
-
-    def begin(self, arm: str, batch_size: int, prompts: Sequence[BenchPrompt]) -> None:
-        """An arm starts on a group."""
-
-    def step(self, arm: str, requests: list[Request]) -> None:
-        """An arm finished a decode step (not for peers)."""
-
-    def end(self, arm: str, run: GroupRun) -> None:
-        """The arm is done with the group."""
-
-
-class ProgressBar(Observer):
-    """A bar on standard error, over all runs of all arms; hidden where standard error is no terminal."""
-
-    def __init__(self, settings: BenchSettings, prompts: int, extra_arms: int = 0) -> None:
-        runs = sum(len([s for s in settings.specs if size == 1 or not s.is_peer]) for size in settings.batch_sizes)
-        runs += extra_arms * len(settings.batch_sizes)
-        self.bar = tqdm(total=runs * settings.repeats * prompts, unit="request", disable=None, leave=False)
-
-    def begin(self, arm: str, batch_size: int, prompts: Sequence[BenchPrompt]) -> None:
-        self.bar.set_description(f"batch {batch_size}, {arm}")
-
-    def end(self, arm: str, run: GroupRun) -> None:
-        self.bar.update(len(run.token_ids))
 
 
 def encode_samples(samples: Sequence[Sample], target: LoadedTarget) -> list[BenchPrompt]:
@@ -110,6 +80,7 @@ def run_bench(
     target: its model is taken over. workload: the name for the header. drafter: what `settings.open_drafter` gave, if
     it was called before. extra_arms: arms beside those of the settings, by name, made for every batch size. baseline:
     the arm whose speed the others are compared with; texts are always held against vanilla's.
+    An interrupt (Ctrl-C) ends it early: what every arm has run is reported, with a note; the rest is left out.
     ValueError, before any work, for prompts that do not fit the model.
     """
     prompts, observer = list(prompts), observer or Observer()
@@ -117,13 +88,18 @@ def run_bench(
     header = _header(target, prompts, settings, workload)
     begun = time.perf_counter()
     builder = ArmBuilder(target, settings, capacity, drafter or settings.open_drafter(target.dtype, target.device))
-    batches = []
+    batches: list[BatchSummary] = []
     for size in settings.batch_sizes:
         arms = builder.arms(size, extra_arms or {})
-        batch, failed = _run_batch(arms, prompts, settings, size, observer, {"vanilla", baseline})
+        batch, failed, whole = _run_batch(arms, prompts, settings, size, observer, {"vanilla", baseline})
+        if not batch.groups and not batches:
+            raise KeyboardInterrupt
         header["notes"] += failed
-        compare(batch, prompts, settings.params, settings.comparable, builder.plain, target.tokenizer)
-        batches.append(summarise(batch, prompts, baseline))
+        if batch.groups:
+            compare(batch, prompts, settings.params, settings.comparable, builder.plain, target.tokenizer)
+            batches.append(summarise(batch, prompts, baseline))
+        if not whole:
+            break
     header["seconds"] = round(time.perf_counter() - begun, 1)
     header["machine"]["load_average_after"] = load_average()
     header["estimator"], header["costs"] = builder.estimator_note, builder.cost_records
@@ -233,10 +209,11 @@ def _run_batch(
     size: int,
     observer: Observer,
     needed: set[str],
-) -> tuple[BatchRuns, list[str]]:
-    """All runs of one batch size, and a sentence for every arm that raised: it is left out, and the others go on.
+) -> tuple[BatchRuns, list[str], bool]:
+    """All runs of one batch size, notes for the reader, and whether they are all that was wanted.
 
-    needed: arms without which there is nothing to compare; their errors end the benchmark.
+    An arm that raises is left out with a note, and the others go on. needed: arms without which there is nothing to
+    compare; their errors end the benchmark. An interrupt ends it with the groups that every arm has run, maybe none.
     """
     groups = make_groups(prompts, settings.group_size or (1 if size == 1 else 2 * size))
     ids = [[prompts[index].token_ids for index in group] for group in groups]
@@ -244,25 +221,43 @@ def _run_batch(
     for arm in arms.values():
         arm.run(ids[0], [_warmup(own) for own in params[0]])
     runs: dict[str, list[list[GroupRun]]] = {name: [[] for _ in range(settings.repeats)] for name in arms}
-    names, failed = list(arms), dict[str, str]()
-    for repeat in range(settings.repeats):
-        for number, group in enumerate(groups):
-            first = (number + repeat) % len(names)
-            for name in names[first:] + names[:first]:
-                observer.begin(name, size, [prompts[index] for index in group])
-                try:
-                    run = arms[name].run(ids[number], params[number], partial(observer.step, name))
-                except Exception as error:
-                    if name in needed:
-                        raise
-                    failed[name] = f"{name} failed on group {number} and is left out: {error!r}"
-                    del runs[name]
-                    continue
-                runs[name][repeat].append(run)
-                observer.end(name, run)
-            names = [name for name in names if name not in failed]
+    names, failed, whole = list(arms), dict[str, str](), True
+    try:
+        for repeat in range(settings.repeats):
+            for number, group in enumerate(groups):
+                first = (number + repeat) % len(names)
+                for name in names[first:] + names[:first]:
+                    observer.begin(name, size, [prompts[index] for index in group])
+                    try:
+                        run = arms[name].run(ids[number], params[number], partial(observer.step, name))
+                    except Exception as error:
+                        if name in needed:
+                            raise
+                        failed[name] = f"{name} failed on group {number} and is left out: {error!r}"
+                        del runs[name]
+                        continue
+                    runs[name][repeat].append(run)
+                    observer.end(name, run)
+                names = [name for name in names if name not in failed]
+    except KeyboardInterrupt:
+        whole = False
+        groups = _complete(runs, groups)
+        done, repeats = sum(map(len, groups)), len(runs[names[0]])
+        failed[""] = (
+            f"interrupted: of batch size {size} are reported {done} of {len(prompts)} requests and {repeats} of "
+            f"{settings.repeats} repeats, what every arm had run"
+        )
     kinds = [prompts[group[0]].kind for group in groups]
-    return BatchRuns(size, groups, kinds, runs), list(failed.values())
+    return BatchRuns(size, groups, kinds, runs), list(failed.values()), whole
+
+
+def _complete(runs: dict[str, list[list[GroupRun]]], groups: list[list[int]]) -> list[list[int]]:
+    """Cuts runs, in place, to the repeats and groups that every arm has run; returns these groups."""
+    repeats = min(sum(len(repeat) == len(groups) for repeat in own) for own in runs.values())
+    count = len(groups) if repeats else min(len(own[0]) for own in runs.values())
+    for own in runs.values():
+        own[:] = [repeat[:count] for repeat in own[: max(repeats, 1)]]
+    return groups[:count]
 
 
 def _warmup(params: SamplingParams) -> SamplingParams:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hspark.drafters.known import known_drafter
-from hspark.lab.bench import ProgressBar, encode_samples, run_bench
+from hspark.lab.bench import encode_samples, run_bench
 from hspark.lab.bench_settings import BenchSettings
 from hspark.lab.bench_text import render
 from hspark.lab.builtin_workload import builtin_workload
+from hspark.lab.observer import ProgressBar
 from hspark.lab.workloads import Sample, load_workload
 from hspark.models import load_target
 from hspark.options import Parser, add_drafting_options, add_target_options, drafting_settings, set_threads
@@ -28,6 +29,7 @@ Arms are policies (vanilla, ngram_only, model_only, proposed, ...), policies wit
 and transformers' own generate, plain (transformers) or with 10 tokens of prompt lookup (transformers-lookup).
 Each line of a workload file is a JSON object with instruction and input (an edit), turns (a conversation; its first
 turn is asked) or prompt. Without a file: edits of functions of Python's standard library, and questions.
+Ctrl-C ends a benchmark early: what every arm has run by then is reported.
 
 `hspark bench peers` sets hspark beside transformers and llama.cpp, `hspark bench scale` shows how the parts of a step
 grow, and `hspark bench overhead` what share of a step they take; each has --help. (A file of such a name: ./peers.)

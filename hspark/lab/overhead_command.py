@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hspark.drafters.base import Drafter
-from hspark.lab.bench import ProgressBar, encode_samples, run_bench
+from hspark.lab.bench import encode_samples, run_bench
 from hspark.lab.bench_command import (
     add_report_options,
     add_workload_options,
@@ -21,6 +21,7 @@ from hspark.lab.bench_command import (
 from hspark.lab.bench_report import BenchReport, Ratio
 from hspark.lab.bench_settings import BenchSettings
 from hspark.lab.bench_text import SPEED, ratio, render_header, table, verdicts
+from hspark.lab.observer import ProgressBar
 from hspark.lab.overhead import BASELINE, NEVER, StepShares, measure_shares, never_choose_arm
 from hspark.lab.runs import BenchPrompt
 from hspark.models import LoadedTarget, load_target

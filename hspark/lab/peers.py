@@ -16,11 +16,12 @@ import torch
 
 from hspark.drafters.base import Drafter
 from hspark.lab.arms import Arm, ArmSpec, PeerArm, parse_arm
-from hspark.lab.bench import ArmBuilder, ExtraArm, Observer, run_bench
+from hspark.lab.bench import ArmBuilder, ExtraArm, run_bench
 from hspark.lab.bench_report import ArmSummary, BenchReport
 from hspark.lab.bench_settings import BenchSettings
 from hspark.lab.llama import LOOKUP_TOKENS, LlamaArm
 from hspark.lab.machine import copy_bandwidth
+from hspark.lab.observer import Observer
 from hspark.lab.runs import BenchPrompt
 from hspark.lab.startup import StartJob, StartUp
 from hspark.models import LoadedTarget

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from hspark.lab.bench import ProgressBar, encode_samples, row_capacity
+from hspark.lab.bench import encode_samples, row_capacity
 from hspark.lab.bench_command import (
     add_report_options,
     add_workload_options,
@@ -21,6 +21,7 @@ from hspark.lab.bench_command import (
 )
 from hspark.lab.gguf_copy import FLOAT_TYPES, float_copy
 from hspark.lab.llama import missing_llama
+from hspark.lab.observer import ProgressBar
 from hspark.lab.peers import ASSISTED, LLAMA, Peers, check_assistant, peer_settings, run_peers, start_jobs
 from hspark.lab.peers_text import render_peers
 from hspark.lab.startup import StartJob, StartUp, measure_start

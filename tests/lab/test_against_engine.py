@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from hspark.drafters.ngram import NgramDrafter
-from hspark.lab.bench import Observer, run_bench
+from hspark.lab.bench import run_bench
 from hspark.lab.bench_settings import BenchSettings
+from hspark.lab.observer import Observer
 from hspark.lab.outputs import RecordedOutput
 from hspark.lab.record import record
 from hspark.lab.runs import BenchPrompt, GroupRun

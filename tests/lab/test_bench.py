@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from hspark.config import SamplingParams
 from hspark.lab.arms import PEERS, ArmSpec, PeerArm, parse_arm, plain_copy
-from hspark.lab.bench import Observer, encode_samples, make_groups, run_bench
+from hspark.lab.bench import encode_samples, make_groups, run_bench
 from hspark.lab.bench_report import BenchReport
 from hspark.lab.bench_settings import BenchSettings
+from hspark.lab.observer import Observer
 from hspark.lab.runs import BenchPrompt, GroupRun
 from hspark.lab.workloads import Sample
 from hspark.models import LoadedTarget
@@ -341,3 +342,43 @@ def test_samples_go_through_the_chat_template(tmp_path: Path) -> None:
     assert toy_tokenizer().decode(encode_samples(samples, plain)[0].token_ids) == "abc"
     with pytest.raises(ValueError, match="model 'tiny' has no tokenizer"):
         encode_samples(samples, tiny_target())
+
+
+class Interrupt(Observer):
+    """Ctrl-C when an arm begins for the `at`-th time."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def begin(self, arm: str, batch_size: int, prompts: Sequence[BenchPrompt]) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("at", "sizes", "requests", "note"),
+    [
+        (6, [1], [2], "of batch size 1 are reported 2 of 3 requests and 1 of 2 repeats"),
+        (9, [1], [3], "of batch size 1 are reported 3 of 3 requests and 1 of 2 repeats"),
+        (13, [1], [6], "of batch size 2 are reported 0 of 3 requests"),
+        (17, [1, 2], [6, 2], "of batch size 2 are reported 2 of 3 requests and 1 of 2 repeats"),
+    ],
+)
+def test_an_interrupt_keeps_what_every_arm_has_run(at: int, sizes: list[int], requests: list[int], note: str) -> None:
+    """Two arms, three groups of one prompt, two repeats: 12 runs at each batch size."""
+    prompts = random_prompts(3)
+    settings = BenchSettings(
+        arms=("vanilla", "ngram_only"), batch_sizes=(1, 2), repeats=2, max_new_tokens=4, group_size=1, cost=COST
+    )
+    report = run_bench(tiny_target(), prompts, settings, observer=Interrupt(at))
+    assert [batch.batch_size for batch in report.batches] == sizes
+    for batch, count in zip(report.batches, requests, strict=True):
+        assert {arm.requests for arm in batch.arms} == {count}
+        assert {len(repeat) for runs in batch.runs["runs"].values() for repeat in runs} == {len(batch.runs["groups"])}
+    assert note in report.header["notes"][-1]
+
+
+def test_an_interrupt_before_anything_is_one() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(tiny_target(), random_prompts(2), BenchSettings(max_new_tokens=4, cost=COST), observer=Interrupt(1))
