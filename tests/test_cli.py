@@ -339,6 +339,7 @@ def test_bench_for_programs(
 ) -> None:
     output = tmp_path / "report.json"
     options = [workload, "--limit", "2", "--max-new-tokens", "6", "--arms", "ngram_only:3,transformers", "--json"]
+    options += ["--baseline", "transformers"]
     assert main(["bench", *options, "--output", str(output), *common]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads(output.read_text())
@@ -349,6 +350,8 @@ def test_bench_for_programs(
     assert [arm["compared"] for arm in batch["arms"]] == [2, 2, 2]
     assert batch["differences"] == []
     assert batch["runs"]["groups"] == [["a"], ["b"]]
+    assert batch["baseline"] == "transformers"
+    assert batch["arms"][2]["speedup"]["value"] == 1.0 != batch["arms"][0]["speedup"]["value"]
 
 
 def test_bench_for_people(workload: str, common: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,6 +376,11 @@ def test_bench_for_people(workload: str, common: list[str], capsys: pytest.Captu
         (["--output", "/no/such/folder/report.json"], "lies in no existing directory"),
         (["--max-new-tokens", "0"], "max_new_tokens=0"),
         (["--arms", "transformers", "--batch-sizes", "4"], "runs at batch size 1 only"),
+        (["--baseline", "proposed:8"], "baseline='proposed:8' is not among the arms; use one of vanilla"),
+        (
+            ["--arms", "transformers", "--batch-sizes", "1,4", "--baseline", "transformers"],
+            "baseline='transformers' runs at batch size 1 only",
+        ),
         (["--threads", "-1"], "threads=-1 is out of range"),
         (["--model", "nothing"], "model='nothing' is unknown"),
         (["--drafter", "/no/such/drafter"], "/no/such/drafter"),

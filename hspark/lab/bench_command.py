@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hspark.drafters.known import known_drafter
+from hspark.lab.arms import parse_arm
 from hspark.lab.bench import encode_samples, run_bench
 from hspark.lab.bench_settings import BenchSettings
 from hspark.lab.bench_text import render
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add_workload_options(parser)
     add("--arms", metavar="A,B,...", help="default: vanilla,ngram_only and, with a model drafter, model_only,proposed")
+    add("--baseline", default="vanilla", metavar="ARM", help="the arm that speed-ups are over (default: vanilla)")
     add("--batch-sizes", default="1", metavar="N,...", help="requests decoded at once (default: 1)")
     add("--group-size", type=int, metavar="N", help="prompts that each arm runs at a time (default: 1, or 2 batches)")
     add("--temperature", type=float, default=0.0, metavar="T", help="of every request; 0 is greedy (default: 0)")
@@ -114,13 +116,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_threads(options.threads)
     check_writable("output", options.output)
     settings = _settings(options)
+    check_baseline(options.baseline, settings)
     samples, name = load_samples(options)
     drafter = settings.open_drafter(options.dtype, options.device)
     target = load_target(options.model, options.dtype, options.device)
     prompts = encode_samples(samples, target)
     bar = ProgressBar(settings, len(prompts))
     with bar.bar:
-        report = run_bench(target, prompts, settings, workload=name, drafter=drafter, observer=bar)
+        report = run_bench(
+            target, prompts, settings, workload=name, drafter=drafter, observer=bar, baseline=options.baseline
+        )
     show(report.to_dict(), render(report), options)
     return 0
 
@@ -139,6 +144,13 @@ def _settings(options: argparse.Namespace) -> BenchSettings:
         ignore_eos=options.ignore_eos,
         **drafting,
     )
+
+
+def check_baseline(baseline: str, settings: BenchSettings) -> None:
+    if baseline not in settings.arms:
+        raise ValueError(f"baseline={baseline!r} is not among the arms; use one of {', '.join(settings.arms)}")
+    if parse_arm(baseline).is_peer and settings.batch_sizes != (1,):
+        raise ValueError(f"baseline={baseline!r} runs at batch size 1 only; use batch_sizes 1, or another baseline")
 
 
 def bench_drafting(options: argparse.Namespace) -> dict[str, Any]:

@@ -60,6 +60,7 @@ def open_llama(
         type_k=_KV_TYPES[dtype],
         type_v=_KV_TYPES[dtype],
         draft_model=drafter,
+        logits_all=lookup,  # lookup needs them; without asking, room for them ends at one batch of tokens
         verbose=False,
     )
     return llama, drafter

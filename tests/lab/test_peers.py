@@ -204,6 +204,7 @@ def test_llama_is_opened_with_the_same_threads_and_types(monkeypatch: pytest.Mon
         LlamaArm.open(tmp_path / "f.gguf", 128, dtype, 3, (2,), on_cpu=True, lookup=dtype == "float32")
         options = opened[-1].options
         assert options["n_ctx"] == 128 + 11  # its lookup drafts past the end
+        assert options["logits_all"] == (dtype == "float32")
         assert (options["type_k"], options["type_v"], options["n_gpu_layers"]) == (kind, kind, 0)
         assert options["n_threads"] == options["n_threads_batch"] == 3
     assert [fake.draft is None for fake in opened] == [False, True]
