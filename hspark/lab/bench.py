@@ -242,7 +242,7 @@ def _run_batch(
     except KeyboardInterrupt:
         whole = False
         groups = _complete(runs, groups)
-        done, repeats = sum(map(len, groups)), len(runs[names[0]])
+        done, repeats = sum(map(len, groups)), len(next(iter(runs.values())))
         failed[""] = (
             f"interrupted: of batch size {size} are reported {done} of {len(prompts)} requests and {repeats} of "
             f"{settings.repeats} repeats, what every arm had run"

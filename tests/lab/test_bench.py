@@ -382,3 +382,22 @@ def test_an_interrupt_keeps_what_every_arm_has_run(at: int, sizes: list[int], re
 def test_an_interrupt_before_anything_is_one() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_bench(tiny_target(), random_prompts(2), BenchSettings(max_new_tokens=4, cost=COST), observer=Interrupt(1))
+
+
+def test_an_interrupt_after_an_arm_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first arm fails in the third group, before the interrupt in it: what the other one ran is kept."""
+    calls = Counter[str]()
+
+    def run(self: PeerArm, *_: Any) -> GroupRun:
+        calls["run"] += 1
+        if calls["run"] == 4:  # after the warm-up and two groups
+            raise RuntimeError("broken")
+        return GroupRun([[1]], 1.0, 0.1, 1)
+
+    monkeypatch.setattr(PeerArm, "run", run)
+    settings = BenchSettings(arms=("transformers", "vanilla"), max_new_tokens=4, cost=COST)
+    report = run_bench(tiny_target(), random_prompts(3), settings, observer=Interrupt(6))
+    assert [(arm.name, arm.requests) for arm in report.batches[0].arms] == [("vanilla", 2)]
+    failed, interrupted = report.header["notes"]
+    assert "transformers failed on group 2" in failed
+    assert "of batch size 1 are reported 2 of 3 requests" in interrupted

@@ -1,5 +1,6 @@
 """`hspark train`: from prompts or recorded outputs to a checkpoint, and its mistakes in one line."""
 
+import argparse
 import dataclasses
 import json
 import os
@@ -90,13 +91,14 @@ def test_prompts_that_the_target_makes_up(tmp_path, target, capsys):
     assert not any("<user>" in message or "<eos>" in message for _, message in found)
     assert found == invent_prompts(target(), 5, seed=3, max_new_tokens=200, batch_size=8)
     folder = tmp_path / "run"
-    folder.mkdir()
-    kept = [[task_id, message] for task_id, message in found]
-    (folder / "invented.json").write_text(json.dumps(kept))
     options = [*OPTIONS, "--prompts", "20", "--invent", "5", "--max-new-tokens", "20", "--json"]
     assert main(["--folder", str(folder), *options]) == 0
     answered = {json.loads(line)["task_id"] for line in (folder / "outputs.jsonl").read_text().splitlines()}
-    assert {task_id for task_id, _ in found} <= answered
+    kept = [tuple(pair) for pair in json.loads((folder / "invented.json").read_text())]
+    assert len(kept) == 5
+    assert {task_id for task_id, _ in kept} <= answered
+    again = argparse.Namespace(invent=5, seed=0)
+    assert command._invented(again, folder, None) == kept  # type: ignore[arg-type]  # no target is asked again
 
 
 def test_nothing_to_invent_with(target):
