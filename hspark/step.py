@@ -94,7 +94,7 @@ class DecodeStep:
         room = (rows.limit - rows.length - 1).clamp(min=0)
         length = torch.where(active(rows) & speculate, torch.minimum(chain.length, room), 0)
         inside = torch.arange(chain.width, device=device) < length[:, None]
-        return chain._replace(length=length, survival=torch.where(inside, chain.survival, 0.0))
+        return chain.replace(length=length, survival=torch.where(inside, chain.survival, 0.0))
 
     def observe(self, features: Tensor, row: Tensor, position: Tensor) -> None:
         """Shows every drafter its own part of features [T, len(target.taps) * H]; see `Drafter.observe`."""

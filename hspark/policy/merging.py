@@ -26,9 +26,9 @@ def widen(chain: Chain, width: int, source: int) -> Chain:
     origin = torch.full_like(chain.tokens, source) if chain.source is None else chain.source
     extra = width - chain.width
     if extra == 0:
-        return chain._replace(source=origin)
+        return chain.replace(source=origin)
     log_probs = chain.log_probs
-    return chain._replace(
+    return chain.replace(
         tokens=pad(chain.tokens, (0, extra)),
         acceptance=pad(chain.acceptance, (0, extra)),
         survival=pad(chain.survival, (0, extra)),

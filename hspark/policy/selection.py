@@ -71,7 +71,7 @@ class Proposed(ChainPolicy):
         contains = is_prefix(model, free) & (model.length > 0)
         best = torch.maximum(model.survival, free.survival)
         lifted = continued(best, model.length, free)
-        free = free._replace(
+        free = free.replace(
             survival=torch.where(contains[:, None], lifted, free.survival),
             acceptance=torch.where(contains[:, None], ratios(lifted), free.acceptance),
         )
@@ -151,7 +151,7 @@ class Extension(ChainPolicy):
         model, free = pair(model_chain, free_chain)
         extended = is_prefix(model, free)
         in_tail = extended[:, None] & (slots(model) >= model.length[:, None])
-        longer = free._replace(survival=continued(model.survival, model.length, free))
+        longer = free.replace(survival=continued(model.survival, model.length, free))
         reason = torch.where(free.length > 0, REASON_ONLY, reason_without_match(model))
         reason = torch.where(extended, REASON_EXTENDED, reason)
         return assemble(in_tail, torch.where(extended, free.length, model.length), model, longer, reason)
@@ -167,7 +167,7 @@ class ModelOnly(ChainPolicy):
 
     def __call__(self, model_chain: Chain, free_chain: Chain, price: Tensor | float) -> Chain:
         model, _ = pair(model_chain, free_chain)
-        return model._replace(reason=only(model))
+        return model.replace(reason=only(model))
 
 
 @register
@@ -180,7 +180,7 @@ class NgramOnly(ChainPolicy):
 
     def __call__(self, model_chain: Chain, free_chain: Chain, price: Tensor | float) -> Chain:
         _, free = pair(model_chain, free_chain)
-        return free._replace(reason=only(free))
+        return free.replace(reason=only(free))
 
 
 @register
@@ -195,7 +195,7 @@ class Vanilla(ChainPolicy):
     def __call__(self, model_chain: Chain, free_chain: Chain, price: Tensor | float) -> Chain:
         model, _ = pair(model_chain, free_chain)
         empty = Chain.empty(model.tokens.shape[0], model.width, model.tokens.device)
-        return empty._replace(reason=only(empty))
+        return empty.replace(reason=only(empty))
 
 
 def choose_chain(policy: Policy, model_chain: Chain, free_chains: Sequence[Chain], price: Tensor | float) -> Chain:
@@ -213,7 +213,7 @@ def choose_chain(policy: Policy, model_chain: Chain, free_chains: Sequence[Chain
         best = free_chains[0]
         for free_chain in free_chains[1:]:
             best = Proposed()(best, free_chain, price)
-        return policy(model_chain, best._replace(reason=None), price)
+        return policy(model_chain, best.replace(reason=None), price)
     chain = model_chain
     for free_chain in free_chains:
         chain = policy(chain, free_chain, price)
