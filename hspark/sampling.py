@@ -22,6 +22,8 @@ STREAM_COUPLED, STREAM_DRAFT, STREAM_ACCEPT, STREAM_RECOVER = 0, 1, 2, 3
 
 # Keys of `slot_key` leave room for this many slots behind one anchor.
 SLOTS_PER_ANCHOR = 1024
+# Elements of noise that a CPU works out at a time.
+CACHED_ELEMENTS = 1 << 16
 
 
 class SamplingState(NamedTuple):
@@ -188,11 +190,20 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int, stream: int = 
 
     A pure function of (seed, position, token id, stream). argmax(log_probs + noise) is a draw from softmax(log_probs).
     """
-    key = _key(seed, position, stream)[..., None]
-    ids = torch.arange(vocab_size, dtype=torch.int64, device=seed.device)
-    bits = _mix(key + ids * -0x61C8864680B583EB)
+    key = _key(seed, position, stream)
+    ids = torch.arange(vocab_size, dtype=torch.int64, device=seed.device) * -0x61C8864680B583EB
+    rows = max(1, CACHED_ELEMENTS // max(1, vocab_size))
+    if key.numel() <= rows or seed.device.type != "cpu" or torch.compiler.is_compiling():
+        return _gumbel(key[..., None] + ids)
+    # A dozen passes over every element: parts that stay in a processor's cache take half the time.
+    parts = [_gumbel(part[:, None] + ids) for part in key.flatten().split(rows)]
+    return torch.cat(parts).view(*key.shape, vocab_size)
+
+
+def _gumbel(numbers: Tensor) -> Tensor:
+    """Standard Gumbel noise from distinct int64 numbers, which are overwritten."""
     # -log1p(-u) is exponential with full relative precision where it is small, which is where the argmax is decided.
-    return _unit(bits).neg_().log1p_().neg_().log_().neg_()
+    return _unit(_mix(numbers)).neg_().log1p_().neg_().log_().neg_()
 
 
 def uniform_noise(seed: Tensor, position: Tensor, stream: int = STREAM_ACCEPT) -> Tensor:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hspark.sampling import (
+    CACHED_ELEMENTS,
     SLOTS_PER_ANCHOR,
     STREAM_ACCEPT,
     STREAM_COUPLED,
@@ -69,6 +70,10 @@ def test_noise_depends_on_nothing_but_its_arguments() -> None:
     # a smaller vocabulary is the start of a larger one, and shapes only arrange
     assert torch.equal(gumbel_noise(seeds, positions, 20), together[:, :20])
     assert torch.equal(gumbel_noise(seeds.view(2, 3), positions.view(2, 3), 50), together.view(2, 3, 50))
+    # a vocabulary of which a CPU works out two rows at a time
+    wide = gumbel_noise(seeds[:5], positions[:5], CACHED_ELEMENTS // 2 - 7)
+    for i in range(5):
+        assert torch.equal(gumbel_noise(seeds[i], positions[i], CACHED_ELEMENTS // 2 - 7), wide[i])
     before = torch.get_rng_state()
     uniform_noise(seeds, positions)
     assert torch.equal(before, torch.get_rng_state())
