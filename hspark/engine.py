@@ -230,7 +230,8 @@ class Engine:
             self.sizing.history.push(self.step_number, chain.survival)
             self.sizing.decide(self.step_number, running)
         kept = self._run_allocate(chain, self._scalar(self.decision.budget, torch.int64))
-        shape = self.sizing.shape(kept, len(running), context, settled=not self.in_flight)
+        owned = [row for row, owner in enumerate(owners) if owner is not None]
+        shape = self.sizing.shape(kept, owned, context, settled=not self.in_flight)
         wants_logprobs = any(owner.params.logprobs for owner in running)
         outcome = self._run_verify(self.rows, chain, kept, mode, shape, wants_logprobs)
         self.in_flight.append(InFlight(self.step_number, Readback(outcome), owners))

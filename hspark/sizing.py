@@ -53,15 +53,18 @@ class Sizing:
             bound = 1 << (bound - 1).bit_length()
         return min(bound, self.capacity)
 
-    def shape(self, kept: Tensor, running: int, context: int, *, settled: bool) -> Shape:
+    def shape(self, kept: Tensor, owned: list[int], context: int, *, settled: bool) -> Shape:
         """Static sizes of the verification. Where the host is the device, looking at `kept` costs nothing and saves
         padding; elsewhere, and where shapes are compiled, the budget bounds it and sizes are padded to a few.
 
-        settled: nothing is in flight. Otherwise a row may have reached its limit unseen, and have no slot at all.
+        owned: the running rows, ascending. settled: nothing is in flight. Otherwise a row may have reached its limit
+        unseen, and have no slot at all.
         """
+        running = len(owned)
         if not self.padded:
             size, queries = running + int(kept.sum()), 1 + int(kept.max())
-            return Shape(size, queries, context, settled and size == queries * self.rows)
+            span = (owned[0], owned[-1] + 1) if settled else (0, self.rows)
+            return Shape(size, queries, context, settled and size == queries * (span[1] - span[0]), span)
         slots = min(self.decision.budget, self.width * running)
         size = next(size for size in packed_sizes(self.rows, self.width) if size >= running + slots)
         return Shape(size, 1 + self.width if slots else 1, context)

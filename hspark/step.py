@@ -24,13 +24,15 @@ class Shape(NamedTuple):
     """The static sizes of one verification. size: T packed slots. queries: at most this many of one row.
 
     context: leading positions of the KV buffers that are attended to; above every position of the step.
-    full: the host knows that every row runs and has exactly `queries` slots.
+    full: the host knows that every row of the span runs and has exactly `queries` slots.
+    span: the first row that may have slots, and the row after the last; None for all rows.
     """
 
     size: int
     queries: int
     context: int
     full: bool = False
+    span: tuple[int, int] | None = None
 
 
 class Outcome(NamedTuple):
@@ -133,6 +135,7 @@ class DecodeStep:
             anchor,
             shape.context,
             full=shape.full,
+            span=shape.span,
         )
         logits, features = self.target.forward(inputs[layout.row, layout.offset], position, plan)
         if features is not None:

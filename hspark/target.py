@@ -160,22 +160,26 @@ class CausalTarget:
         context: int,
         *,
         full: bool = False,
+        span: tuple[int, int] | None = None,
     ) -> Plan:
         """The plan of a verification: packed slots of all R rows (`verify.layout.Layout`), queries = offsets.
 
         index: int64 [R, Q] packed index of slot q of row r. anchor: int64 [R] position of each row's slot 0.
         context: static bound on the positions attended to; at least 1 + the largest position in the step.
-        full: the host knows that all R rows have all Q slots, which saves gathering.
+        full: the host knows that all rows of the span have all Q slots, which saves gathering.
+        span: first row with slots and the row after the last, so that idle rows outside it cost nothing; None for all.
         """
+        first, last = span or (0, self.rows)
         queries = index.shape[1]
         position = anchor[row] + offset
         stride = self.max_length + 1
         write = torch.where(valid, row * stride + position, self.max_length)
         # Queries before the text see its first token: a row of the mask that hides everything would give NaN.
-        grid_positions = (anchor[:, None] + torch.arange(queries, device=anchor.device)).clamp(min=0)
+        grid_positions = (anchor[first:last, None] + torch.arange(queries, device=anchor.device)).clamp(min=0)
         masks = self._masks(grid_positions, context)
-        dense = row.shape[0] == self.rows * queries and full
-        return Plan(write, index, row * queries + offset, masks, 0, self.rows, context, dense)
+        dense = row.shape[0] == (last - first) * queries and full
+        packed = (row - first) * queries + offset
+        return Plan(write, index[first:last], packed, masks, first, last - first, context, dense)
 
     def _prefill_plan(self, row: int, start: int, count: int) -> Plan:
         """One row's plan for `count` tokens from position `start` on."""

@@ -80,6 +80,7 @@ class ScriptedTarget:
         context: int,
         *,
         full: bool = False,
+        span: tuple[int, int] | None = None,
     ) -> _Plan:
         packed = torch.arange(row.shape[0])
         assert index.shape[0] == self.rows
@@ -87,10 +88,12 @@ class ScriptedTarget:
         assert bool((index[row, offset] == packed)[valid].all()), "index does not point back at the packed slots"
         assert bool((anchor[row] + offset < context)[valid].all()), "context does not cover the step"
         assert context <= self.max_length
+        taking_part = range(*(span or (0, self.rows)))
+        assert all(r in taking_part for r in row.tolist()), "a slot's row is outside the span"
         if full:
             queries = index.shape[1]
-            assert row.tolist() == [r for r in range(self.rows) for _ in range(queries)], "the step is not full"
-            assert offset.tolist() == [q for _ in range(self.rows) for q in range(queries)], "the step is not full"
+            assert row.tolist() == [r for r in taking_part for _ in range(queries)], "the step is not full"
+            assert offset.tolist() == [q for _ in taking_part for q in range(queries)], "the step is not full"
         return _Plan(row, valid, context)
 
     def prefill(self, tokens: Tensor, row: int, start: int) -> Tensor | None:

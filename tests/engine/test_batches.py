@@ -198,9 +198,9 @@ def test_padded_shapes_emit_the_same_tokens(run_ahead: int, monkeypatch: pytest.
     for budget in (0, 3, "all"):
         engine = engine_for(prompts, budget=budget, run_ahead=run_ahead)
 
-        def padded(kept: torch.Tensor, running: int, context: int, settled: bool, engine: Any = engine) -> Shape:
-            slots = min(engine.decision.budget, engine.device_step.width * running)
-            return Shape(running + slots + 5, 1 + min(engine.device_step.width, slots), context)
+        def padded(kept: torch.Tensor, owned: list[int], context: int, settled: bool, engine: Any = engine) -> Shape:
+            slots = min(engine.decision.budget, engine.device_step.width * len(owned))
+            return Shape(len(owned) + slots + 5, 1 + min(engine.device_step.width, slots), context)
 
         monkeypatch.setattr(engine.sizing, "shape", padded)
         outputs = serve(engine, [(p, greedy(10 + 5 * i)) for i, p in enumerate(prompts)])
