@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hspark.config import SamplingParams
+from hspark.engine import Engine
 from hspark.models import LoadedTarget
 from hspark.speculator import HybridSpeculator
 
@@ -56,28 +57,41 @@ def generate_outputs(
     for task_id, message in prompts:
         ids = speculator.encode([{"role": "user", "content": message}])
         if task_id not in known and len(ids) + max_new_tokens <= max_length:
-            wanted.append((task_id, message, ids))
-    wanted.sort(key=lambda entry: len(entry[2]))
+            rng = random.Random(f"{seed}:{task_id}")
+            temperature = 1.0 if rng.random() < sampled_share else 0.0
+            params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=rng.getrandbits(32))
+            wanted.append((task_id, message, ids, params))
+    # Neighbours of about one length, and sampling's noise only in the steps that need it.
+    wanted.sort(key=lambda entry: (entry[3].temperature, len(entry[2])))
+    _answer(speculator.engine, wanted, path, progress)
+    return path
+
+
+def _answer(
+    engine: Engine,
+    wanted: Sequence[tuple[str, str, list[int], SamplingParams]],
+    path: Path,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Decodes (task id, message, prompt ids, parameters) and writes each as it is done; a failed one is left out."""
+    working = [(entry, engine.submit(entry[2], entry[3])) for entry in wanted]
     with path.open("a", encoding="utf-8") as lines:
-        for start in range(0, len(wanted), 4 * batch_size):
-            part = wanted[start : start + 4 * batch_size]
-            rngs = [random.Random(f"{seed}:{task_id}") for task_id, _, _ in part]
-            temperatures = [1.0 if rng.random() < sampled_share else 0.0 for rng in rngs]
-            params = [
-                SamplingParams(max_new_tokens=max_new_tokens, temperature=t, seed=rng.getrandbits(32))
-                for t, rng in zip(temperatures, rngs, strict=True)
-            ]
-            outputs = speculator.generate([ids for _, _, ids in part], params)
-            for (task_id, message, ids), temperature, output in zip(part, temperatures, outputs, strict=True):
+        while working:
+            engine.step()
+            done = [(entry, request) for entry, request in working if request.done]
+            if not done:
+                continue
+            working = [(entry, request) for entry, request in working if not request.done]
+            for (task_id, message, ids, params), request in done:
                 record = {
                     "task_id": task_id,
                     "prompt": message,
-                    "temperature": temperature,
+                    "temperature": params.temperature,
                     "prompt_token_ids": ids,
-                    "output_token_ids": output.token_ids,
+                    "output_token_ids": request.token_ids,
                 }
-                lines.write(json.dumps(record) + "\n")
+                if request.finish_reason != "error":
+                    lines.write(json.dumps(record) + "\n")
             lines.flush()
             if progress is not None:
-                progress(min(start + len(part), len(wanted)), len(wanted))
-    return path
+                progress(len(wanted) - len(working), len(wanted))

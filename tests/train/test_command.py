@@ -143,6 +143,28 @@ def test_answers_are_the_targets_own_and_are_not_repeated(tmp_path, target):
         assert len(record["output_token_ids"]) == 6 or record["output_token_ids"][-1] == TOY_EOS
 
 
+def test_an_interrupted_run_keeps_the_answers_that_were_done(tmp_path, target):
+    prompts = [(f"q/{i}", "abc" * (i + 1)) for i in range(5)]
+    path = tmp_path / "answers.jsonl"
+    options: dict[str, Any] = {"max_new_tokens": 6, "sampled_share": 0.5, "batch_size": 2, "max_length": 128}
+
+    def interrupt(done: int, total: int) -> None:
+        if done >= 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate_outputs(target(), prompts, path, progress=interrupt, **options)
+    kept = path.read_text()
+    assert 2 <= len(kept.splitlines()) < 5
+    generate_outputs(target(), prompts, path, **options)
+    assert path.read_text().startswith(kept)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(record["task_id"] for record in records) == [task for task, _ in prompts]
+    fresh = tmp_path / "fresh.jsonl"  # what is sampled does not depend on when it is answered
+    generate_outputs(target(), prompts, fresh, **options)
+    assert sorted(path.read_text().splitlines()) == sorted(fresh.read_text().splitlines())
+
+
 def test_sampled_share_is_checked(tmp_path, target):
     with pytest.raises(ValueError, match=r"sampled_share=1\.5"):
         generate_outputs(target(), [], tmp_path / "x", sampled_share=1.5)
