@@ -22,6 +22,8 @@ STREAM_COUPLED, STREAM_DRAFT, STREAM_ACCEPT, STREAM_RECOVER = 0, 1, 2, 3
 
 # Keys of `slot_key` leave room for this many slots behind one anchor.
 SLOTS_PER_ANCHOR = 1024
+# Most probable tokens among which a CPU looks for the last one that top-k, top-p and min-p keep.
+RANKED = 1024
 # Elements of noise that a CPU works out at a time.
 CACHED_ELEMENTS = 1 << 16
 
@@ -119,24 +121,42 @@ def filter_log_probs(log_probs: Tensor, state: SamplingState) -> Tensor:
     The filters apply in that order, each to what the one before left; ties at a boundary of top-k are kept, so that
     the result does not depend on the order of token ids.
     """
-    vocab = log_probs.shape[-1]
-    ranked, _ = log_probs.sort(dim=-1, descending=True)
-    k = torch.where(state.top_k > 0, state.top_k.clamp(max=vocab), vocab)
-    kth = ranked.gather(-1, (k - 1)[:, None])
-    ranked = torch.where(ranked >= kth, ranked, -math.inf)
-    probs = ranked.softmax(dim=-1)
-    # A token is in the nucleus iff the mass before it is below top_p; the first always is.
-    before = probs.cumsum(dim=-1) - probs
-    inside = (before < state.top_p[:, None]) | (state.top_p[:, None] >= 1.0)
-    inside[:, 0] = True
-    floor = torch.where(inside, ranked, math.inf).amin(dim=-1, keepdim=True)
-    floor = torch.maximum(floor, kth)
-    min_p = state.min_p[:, None]
-    floor = torch.where(min_p > 0, torch.maximum(floor, ranked[:, :1] + min_p.log()), floor)
+    floor = None
+    if log_probs.device.type == "cpu" and not torch.compiler.is_compiling() and log_probs.shape[-1] > RANKED:
+        # Sorting a vocabulary takes longer than a layer of a small model, and the filters mostly keep its top.
+        floor, found = _floor(log_probs.topk(RANKED, dim=-1).values, state, whole=False)
+        floor = floor if bool(found.all()) else None
+    if floor is None:
+        floor, _ = _floor(log_probs.sort(dim=-1, descending=True).values, state, whole=True)
     kept = torch.where(log_probs >= floor, log_probs, -math.inf).log_softmax(dim=-1)
     # Bit for bit, so that a row without filters does not depend on who else is in its batch.
     unfiltered = (state.top_k <= 0) & (state.top_p >= 1.0) & (state.min_p <= 0)
     return torch.where(unfiltered[:, None], log_probs, kept)
+
+
+def _floor(ranked: Tensor, state: SamplingState, *, whole: bool) -> tuple[Tensor, Tensor]:
+    """The smallest log-probability that passes the filters [N, 1], from the largest ones in descending order [N, K].
+
+    whole: these are all there are. Else the second value, bool [N], tells for which rows they were enough; there the
+    floor is the same to the last bit, as every sum runs from the most probable token on.
+    """
+    count = ranked.shape[-1]
+    limited, nucleus = state.top_k > 0, state.top_p < 1.0
+    kth = ranked.gather(-1, (state.top_k.clamp(1, count) - 1)[:, None])
+    kth = torch.where(limited[:, None], kth, -math.inf)
+    mass = torch.where(ranked >= kth, ranked, -math.inf).exp()
+    reached = mass.cumsum(dim=-1)
+    share = state.top_p * torch.where(limited, reached[:, -1], 1.0)
+    # A token is in the nucleus iff the mass before it is below top_p; the first always is.
+    inside = reached - mass < share[:, None]
+    inside[:, 0] = True
+    last = torch.where(inside & (ranked >= kth), ranked, math.inf).amin(dim=-1, keepdim=True)
+    floor = torch.where(nucleus[:, None], last, kth)
+    min_p = state.min_p[:, None]
+    floor = torch.where(min_p > 0, torch.maximum(floor, ranked[:, :1] + min_p.log()), floor)
+    if whole:
+        return floor, torch.ones_like(limited)
+    return floor, torch.where(limited, kth[:, 0] > ranked[:, -1], ~nucleus | (reached[:, -1] >= share))
 
 
 def target_log_probs(

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation.logits_process import (
@@ -17,9 +17,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from hspark import sampling
 from hspark.config import SamplingParams
 from hspark.sampling import (
     GREEDY_TEMPERATURE,
+    RANKED,
     STREAM_DRAFT,
     SamplingMode,
     SamplingState,
@@ -109,6 +111,45 @@ def test_filters_equal_transformers() -> None:
             scores = MinPLogitsWarper(min_p)(ids, scores)  # type: ignore[arg-type]
         law = target_log_probs(logits, _state(64, temperature=heat, top_k=top_k, top_p=top_p, min_p=min_p), FULL)
         torch.testing.assert_close(law.exp(), scores.softmax(-1), rtol=1e-4, atol=1e-6)
+
+
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([0.5, 2.0, 6.0]),
+    st.lists(
+        st.tuples(
+            st.sampled_from([0, 1, 40, 700, RANKED, RANKED + 1]),
+            st.sampled_from([0.3, 0.95, 0.9999, 1.0]),
+            st.sampled_from([0.0, 0.1]),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
+@settings(max_examples=60, deadline=None)
+def test_looking_at_the_most_probable_tokens_only_changes_no_bit(
+    seed: int, spread: float, filters: list[tuple[int, float, float]]
+) -> None:
+    """Ties and flat laws that reach past the ranked tokens included: there, all are sorted after all."""
+    logits = torch.randn(len(filters), 2 * RANKED + 3, generator=torch.Generator().manual_seed(seed)) * spread
+    logits[0] = (logits[0] * 2).round() / 2
+    top_k, top_p, min_p = (torch.tensor(values) for values in zip(*filters, strict=True))
+    state = _state(len(filters), temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    law = target_log_probs(logits, state, FULL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "RANKED", logits.shape[1])
+        assert torch.equal(law, target_log_probs(logits, state, FULL))
+    alone = [target_log_probs(logits[i : i + 1], state.take(torch.tensor([i])), FULL) for i in range(len(filters))]
+    assert torch.equal(law, torch.cat(alone))
+
+
+def test_the_filters_sort_a_vocabulary_only_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.arange(4 * RANKED).float()[None]
+    monkeypatch.setattr(Tensor, "sort", lambda *_, **__: pytest.fail("sorted"))
+    peaked = target_log_probs(logits, _state(1, temperature=1.0, top_p=0.9), FULL)
+    assert int(peaked.isfinite().sum()) == 3  # 0.632 + 0.233 + 0.086
+    with pytest.raises(pytest.fail.Exception):
+        target_log_probs(logits * 0, _state(1, temperature=1.0, top_p=0.9), FULL)
 
 
 def test_neutral_filters_change_nothing_and_extreme_ones_leave_the_best_token() -> None:
