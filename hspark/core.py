@@ -63,7 +63,7 @@ class Chain(NamedTuple):
             source=torch.full(shape, source, dtype=torch.int64, device=device),
         )
 
-    def replace(self, **fields: Tensor | None) -> Chain:
+    def replace(self, **fields: Any) -> Chain:
         """This chain with some of its fields replaced, as `_replace` does it.
 
         Through the constructor, because torch 2.11 cannot return from a compiled graph what `_replace` has made of
