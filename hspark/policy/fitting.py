@@ -100,16 +100,16 @@ def fit(
     blank = Coefficients((0.0,) * positions)
     estimator = AcceptanceEstimator(blank, min_match=min_match, max_match=max_match, copy_cap=copy_cap)
     steps = GradedSteps.of(records)
-    cells = _count_cells(steps, estimator)
+    cells = count_cells(steps, estimator)
     graded, accepted = float(cells.graded.sum()), float(cells.accepted.sum())
     if graded == 0:
         raise ValueError(
             f"records holds no graded position of a match of at least {min_match} tokens; replay more outputs"
         )
-    columns, intercepts = _design(cells, level, estimator)
+    columns, intercepts = design_matrix(cells, level, estimator)
     penalty = torch.full((columns.shape[1],), float(ridge), dtype=torch.float64)
     penalty[:intercepts] = intercept_ridge
-    theta = _newton(columns, cells.graded, cells.accepted, penalty)
+    theta = newton(columns, cells.graded, cells.accepted, penalty)
     known = torch.bincount(cells.position, minlength=positions) > 0
     estimator = estimator._copy(coefficients=_coefficients(theta, level, positions, known))
     matched = steps.match_length >= min_match
@@ -128,7 +128,7 @@ def fit(
     return estimator._copy(provenance={"source": "fit", **counts, **(provenance or {})})
 
 
-class _Cells(NamedTuple):
+class Cells(NamedTuple):
     """C cells of equal features: position int64 [C] from 0, the features of equation 1, and the counts, float64 [C]."""
 
     position: Tensor
@@ -139,7 +139,7 @@ class _Cells(NamedTuple):
     accepted: Tensor
 
 
-def _count_cells(steps: GradedSteps, limits: AcceptanceEstimator) -> _Cells:
+def count_cells(steps: GradedSteps, limits: AcceptanceEstimator) -> Cells:
     """Counts grades per (match length or copy length, agreement, position)."""
     short, width = limits.max_match - limits.min_match, limits.width
     kinds = short + limits.copy_cap - limits.max_match + 1  # lengths below a full match, then copy lengths of full ones
@@ -159,7 +159,7 @@ def _count_cells(steps: GradedSteps, limits: AcceptanceEstimator) -> _Cells:
     graded_count, accepted_count = reaching(graded), reaching(accepted)
     where, position = (graded_count > 0).nonzero(as_tuple=True)
     kind = where // 2
-    return _Cells(
+    return Cells(
         position=position,
         match_length=torch.where(kind < short, kind + limits.min_match, limits.max_match),
         agreement=where % 2,
@@ -169,7 +169,7 @@ def _count_cells(steps: GradedSteps, limits: AcceptanceEstimator) -> _Cells:
     )
 
 
-def _design(cells: _Cells, level: int, limits: AcceptanceEstimator) -> tuple[Tensor, int]:
+def design_matrix(cells: Cells, level: int, limits: AcceptanceEstimator) -> tuple[Tensor, int]:
     """Design matrix [C, P] of a rung of the ladder, and how many of its first columns are intercepts."""
     first = (cells.position == 0).double()
     full = (cells.match_length >= limits.max_match).double()
@@ -209,7 +209,7 @@ def _coefficients(theta: Tensor, level: int, positions: int, known: Tensor) -> C
     return Coefficients(tuple(beta), **shared)
 
 
-def _newton(columns: Tensor, graded: Tensor, accepted: Tensor, penalty: Tensor) -> Tensor:
+def newton(columns: Tensor, graded: Tensor, accepted: Tensor, penalty: Tensor) -> Tensor:
     """The minimum [P] of the penalised log-loss; columns [C, P], graded and accepted counts [C], penalty [P].
 
     The objective is strictly convex, so Newton steps, halved until they improve it enough, reach the one minimum.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hspark.lab.table import RecordTable
 from hspark.policy import AcceptanceEstimator, Coefficients, GradedSteps
-from hspark.policy.fitting import _count_cells, _design, _newton, fit
+from hspark.policy.fitting import count_cells, design_matrix, fit, newton
 
 Array = NDArray[Any]
 
@@ -55,15 +55,15 @@ def _fit_without(table: RecordTable, feature: str) -> AcceptanceEstimator:
     """As level 6 of `fit`, in the coordinates that are left: theta = mix.T @ (the smaller solution)."""
     width, limits = table.free_width, table_limits(table)
     blank = AcceptanceEstimator(Coefficients((0.0,) * width), **limits)
-    cells = _count_cells(graded_steps(table), blank)
+    cells = count_cells(graded_steps(table), blank)
     if not float(cells.graded.sum()):
         raise ValueError("the table holds no graded position of a match; record more outputs")
-    columns, _ = _design(cells, 6, blank)
+    columns, _ = design_matrix(cells, 6, blank)
     mix = _mixing(feature, width)
     intercepts = int((mix[:, :width].sum(dim=1) > 0).sum())
     penalty = torch.full((mix.shape[0],), _RIDGE, dtype=torch.float64)
     penalty[:intercepts] = _INTERCEPT_RIDGE
-    theta = (mix.t() @ _newton(columns @ mix.t(), cells.graded, cells.accepted, penalty)).tolist()
+    theta = (mix.t() @ newton(columns @ mix.t(), cells.graded, cells.accepted, penalty)).tolist()
     known = torch.bincount(cells.position, minlength=width) > 0
     beta = theta[:width]
     for position in range(1, width):
