@@ -42,7 +42,27 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_equality(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     params = script.SamplingParams
     monkeypatch.setattr(script, "SamplingParams", lambda **kw: params(**{**kw, "max_new_tokens": 6}))
-    assert script.check_equality() == {"passed": True, "variants": 8, "differing": []}
+    assert script.check_equality() == {"passed": True, "variants": 8, "differing": [], "lost_drafts": 0}
+
+
+def test_drafts_lost_to_errors_fail_the_checks(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = script.SamplingParams
+    monkeypatch.setattr(script, "SamplingParams", lambda **kw: params(**{**kw, "max_new_tokens": 2}))
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no drafts here")
+
+    monkeypatch.setattr(script.DSparkDrafter, "propose", broken)
+    with pytest.warns(UserWarning, match="no drafts here"):
+        equality = script.check_equality()
+    assert not equality["passed"]
+    assert not equality["differing"]
+    assert equality["lost_drafts"] >= 8
+    with pytest.warns(UserWarning, match="no drafts here"):
+        assert not script.check_no_sync(False)["passed"]
+    with pytest.warns(UserWarning, match="no drafts here"), pytest.raises(RuntimeError, match="lost their drafts"):
+        script.measure_steps([1], 2, compiled=False)
 
 
 def test_measurements(script: ModuleType) -> None:

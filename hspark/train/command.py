@@ -18,7 +18,7 @@ from hspark.lab.workloads import load_workload
 from hspark.models import LoadedTarget, load_target
 from hspark.options import Parser, add_target_options, set_threads
 from hspark.train.data import FeatureStore, group_of
-from hspark.train.export import calibrate, export_drafter, measure
+from hspark.train.export import calibrate, draft_limits, export_drafter, measure
 from hspark.train.generate import generate_outputs
 from hspark.train.invent import invent_prompts
 from hspark.train.prompts import training_prompts
@@ -64,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     add_recipe(parser)
     out = parser.add_argument_group("output").add_argument
     out("--export", metavar="DIR", help="where the drafter goes (default: DIR/drafter of the run's folder)")
+    out("--draft-length", type=int, metavar="N", help="ask the drafter for N tokens of a block only (default: all)")
+    out("--draft-vocabulary", type=int, metavar="N", help="draft the data's N most frequent tokens only (default: all)")
     out("--with-tables", action="store_true", help="store embedding and head too, for loaders that insist on them")
     out("--json", action="store_true", help="print the report as JSON")
     return parser
@@ -78,6 +80,7 @@ def main(argv: Sequence[str]) -> int:
     if settings_file.exists():
         options = _restored(options, json.loads(settings_file.read_text()))
     config = train_config(options)
+    _check_limits(options)
     precision = _precision()
     accelerator = Accelerator(mixed_precision=precision, cpu=options.device == "cpu")
     dtype = options.dtype if precision == "bf16" else "float32"  # without autocast weights and tables must agree
@@ -112,7 +115,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _restored(options: argparse.Namespace, saved: dict[str, Any]) -> argparse.Namespace:
     """The settings that a run was started with; only when to stop and where to export may change."""
-    free = {"steps", "minutes", "hours", "export", "with_tables", "json", "threads", "fuse", "device"}
+    free = {"steps", "minutes", "hours", "json", "threads", "fuse", "device"}
+    free |= {"export", "with_tables", "draft_length", "draft_vocabulary"}
     given = vars(options)
     defaults = vars(_parser().parse_args(["--folder", options.folder]))
     changed = sorted(
@@ -125,6 +129,14 @@ def _restored(options: argparse.Namespace, saved: dict[str, Any]) -> argparse.Na
         )
     kept = {name: value for name, value in saved.items() if name not in free | {"folder"}}
     return argparse.Namespace(**{**given, **kept})
+
+
+def _check_limits(options: argparse.Namespace) -> None:
+    for name, most in (("draft_length", options.block_size), ("draft_vocabulary", None)):
+        value = getattr(options, name)
+        if value is not None and not 1 <= value <= (most or value):
+            limit = f"from 1 to the block's {most}" if most else "of at least 1"
+            raise ValueError(f"{name}={value!r}; use a number {limit}, or leave it out for all")
 
 
 def _precision() -> str:
@@ -237,6 +249,7 @@ def _finish(options: argparse.Namespace, folder: Path, trainer: Trainer, resumed
     place = export_drafter(
         model, options.export or folder / "drafter", tables=options.with_tables, calibration=calibration
     )
+    draft_limits(trainer.stores, options.draft_length, options.draft_vocabulary).save(place)
     summary = {
         "drafter": str(place),
         "anchors": trainer.anchors_seen,

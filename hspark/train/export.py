@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from hspark.drafters.confidence import Calibration, fit_temperatures, survival_ece
 from hspark.drafters.dspark_model import DSparkModel
+from hspark.drafters.limits import DraftLimits
 from hspark.train.data import FeatureStore
 from hspark.train.evaluate import Item, runs_of
 
@@ -46,6 +48,16 @@ def export_drafter(
     if calibration is not None:
         calibration.save(folder)
     return folder
+
+
+def draft_limits(stores: Sequence[FeatureStore], length: int | None, tokens: int | None) -> DraftLimits:
+    """What a drafter trained on these stores is asked for: `length` tokens of a block, out of the `tokens` ids that are
+    most frequent in all prompts and outputs, the lower id first among equals; None means all. See `DraftLimits`."""
+    if tokens is None:
+        return DraftLimits(length)
+    counts = sum((Counter(store.tokens.tolist()) for store in stores), Counter())
+    frequent = sorted(counts, key=lambda token: (-counts[token], token))[:tokens]
+    return DraftLimits(length, tuple(sorted(frequent)))
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from hspark.drafters.checkpoint import open_checkpoint
+from hspark.drafters.limits import DraftLimits
 from hspark.models import LoadedTarget
 from hspark.train import command
 from hspark.train.command import main
+from hspark.train.data import FeatureStore
 from hspark.train.generate import generate_outputs
 from hspark.train.invent import invent_prompts
 from tests.tiny import tiny_llama
@@ -62,7 +64,15 @@ def test_from_outputs_to_a_drafter_and_on(tmp_path, target, capsys):
     checkpoint = open_checkpoint(summary["drafter"])
     assert checkpoint.config.block_size == 3
     assert checkpoint.config.hidden_size == 32
-    assert main(["--folder", folder, "--steps", "5", "--device", "cpu"]) == 0
+    assert DraftLimits.load_beside(summary["drafter"], 3, TOY_VOCAB) == DraftLimits()
+    limits = ["--draft-length", "2", "--draft-vocabulary", "12"]
+    assert main(["--folder", folder, "--steps", "5", "--device", "cpu", *limits]) == 0
+    limited = DraftLimits.load_beside(summary["drafter"], 3, TOY_VOCAB)
+    counts = torch.bincount(FeatureStore(tmp_path / "run" / "features").tokens.long(), minlength=TOY_VOCAB)
+    assert limited.length == 2
+    assert limited.vocabulary is not None
+    assert len(limited.vocabulary) == 12
+    assert sorted(counts[list(limited.vocabulary)].tolist()) == sorted(counts.tolist())[-12:]
     text = capsys.readouterr().out
     assert "5 steps" in text
     assert "40 anchors" in text
@@ -106,6 +116,12 @@ def test_nothing_to_invent_with(target):
         invent_prompts(target(), 0)
     with pytest.raises(ValueError, match="no chat template"):
         invent_prompts(dataclasses.replace(target(), tokenizer=toy_tokenizer()), 3)
+
+
+@pytest.mark.parametrize(("option", "value"), [("draft-length", "4"), ("draft-length", "0"), ("draft-vocabulary", "0")])
+def test_limits_that_do_not_fit(option, value, tmp_path, target):
+    with pytest.raises(ValueError, match=f"{option.replace('-', '_')}={value}; use a number"):
+        main(["--folder", str(tmp_path / "run"), f"--{option}", value, *OPTIONS])
 
 
 def test_an_early_block_that_does_not_fit(tmp_path, target):
