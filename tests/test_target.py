@@ -22,7 +22,7 @@ PRECISIONS = [(torch.float32, 1e-5), (torch.float64, 1e-9)]
 
 def make(
     family: str, rows: int = 3, taps: tuple[int, ...] = (), dtype: torch.dtype = torch.float32
-) -> tuple[CausalTarget, object]:
+) -> tuple[CausalTarget, Any]:
     plain = FAMILIES[family]().to(dtype)
     return CausalTarget(copy.deepcopy(plain), rows, LENGTH, taps), plain
 
