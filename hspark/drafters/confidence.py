@@ -43,30 +43,44 @@ class ProbabilityCurve:
 class Calibration:
     """What turns a drafter's scores into acceptance; stored as `confidence.json` beside the checkpoint.
 
-    temperatures: one per draft position; acceptance is sigmoid(confidence logit / temperature). Empty: 1 everywhere.
-        Positions past the last use the last.
+    temperatures, biases: one per draft position; acceptance is sigmoid(confidence logit / temperature + bias). Empty: 1
+        and 0 everywhere. Positions past the last use the last.
     curve: for drafters without a confidence head.
     """
 
     temperatures: tuple[float, ...] = ()
     curve: ProbabilityCurve = field(default_factory=ProbabilityCurve)
+    biases: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if any(not isinstance(t, int | float) or not 0 < t < math.inf for t in self.temperatures):
             raise ValueError(f"temperatures={self.temperatures!r}; use finite numbers above 0")
+        if any(not isinstance(b, int | float) or not math.isfinite(b) for b in self.biases):
+            raise ValueError(f"biases={self.biases!r}; use finite numbers")
         if not all(math.isfinite(x) for x in (self.curve.intercept, self.curve.slope)):
             raise ValueError(f"curve={self.curve!r}; use finite numbers")
 
-    def for_width(self, width: int) -> list[float]:
-        """The temperatures of `width` positions."""
-        known = list(self.temperatures) or [1.0]
-        return [known[min(position, len(known) - 1)] for position in range(width)]
+    def for_width(self, width: int) -> tuple[list[float], list[float]]:
+        """The temperatures and the biases of `width` positions."""
+        last = range(width)
+        temperatures, biases = self.temperatures or (1.0,), self.biases or (0.0,)
+        return (
+            [temperatures[min(position, len(temperatures) - 1)] for position in last],
+            [biases[min(position, len(biases) - 1)] for position in last],
+        )
+
+    def acceptance(self, confidence_logits: Tensor) -> Tensor:
+        """Confidence logits [..., K] -> acceptance [..., K], float32."""
+        logits = confidence_logits.float()
+        temperatures, biases = (torch.tensor(x, device=logits.device) for x in self.for_width(logits.shape[-1]))
+        return (logits / temperatures + biases).sigmoid()
 
     def save(self, directory: str | Path) -> Path:
         """Writes `confidence.json` into a checkpoint directory and returns its path."""
         path = Path(directory) / FILE_NAME
         curve = {"intercept": self.curve.intercept, "slope": self.curve.slope}
-        path.write_text(json.dumps({"temperatures": list(self.temperatures), "curve": curve}, indent=2) + "\n")
+        values = {"temperatures": list(self.temperatures), "biases": list(self.biases), "curve": curve}
+        path.write_text(json.dumps(values, indent=2) + "\n")
         return path
 
     @staticmethod
@@ -79,13 +93,15 @@ class Calibration:
             values: Any = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(values, dict):
                 raise ValueError(f"holds {type(values).__name__}")
-            unknown = set(values) - {"temperatures", "curve"}
+            unknown = set(values) - {"temperatures", "biases", "curve"}
             if unknown:
                 raise ValueError(f"unknown keys {sorted(unknown)}")
             curve = ProbabilityCurve(**values.get("curve", {}))
-            return Calibration(tuple(values.get("temperatures", ())), curve)
+            return Calibration(tuple(values.get("temperatures", ())), curve, tuple(values.get("biases", ())))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}: not a calibration ({error}); expected keys temperatures and curve") from error
+            raise ValueError(
+                f"{path}: not a calibration ({error}); expected keys temperatures, biases and curve"
+            ) from error
 
 
 def log_odds(log_prob: Tensor) -> Tensor:
@@ -134,10 +150,29 @@ def fit_temperatures(
     return tuple(temperatures)
 
 
+def fit_platt(
+    confidence_logits: Tensor, accepted: Tensor, verified: Tensor | None = None, ridge: float = 1.0
+) -> Calibration:
+    """Platt scaling of every position (Platt 1999): a temperature and a bias, by logistic regression.
+
+    Arguments as in `fit_temperatures`. A bias also moves estimates of one half, which a temperature cannot. Position k
+    counts where it was verified and all earlier ones were accepted; the ridge, in chains, pulls slope (1 / temperature)
+    and bias towards those of the position before, the first towards 1 and 0. Slopes stay at 0.05 or more.
+    """
+    logits, accepted, verified = _check_record(confidence_logits, accepted, verified)
+    fits = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
+    for position in range(logits.shape[1]):
+        known = (accepted >= position) & (verified > position)
+        outcome = (accepted > position)[known].double()
+        fits.append(_logistic(logits[known, position], outcome, prior=fits[-1], ridge=ridge))
+    pairs = [(1 / max(float(slope), 0.05), float(bias)) for bias, slope in fits[1:]]
+    return Calibration(tuple(t for t, _ in pairs), biases=tuple(b for _, b in pairs))
+
+
 def fit_curve(
-    log_prob: Tensor, accepted: Tensor, verified: Tensor | None = None, ridge: float = 1e-3, steps: int = 50
+    log_prob: Tensor, accepted: Tensor, verified: Tensor | None = None, ridge: float = 1e-3
 ) -> ProbabilityCurve:
-    """The curve of a drafter without a confidence head, by logistic regression (Newton's method, float64).
+    """The curve of a drafter without a confidence head, by logistic regression.
 
     log_prob: [N, K] log top probabilities of N recorded chains; accepted, verified: as in `fit_temperatures`. Position
     k counts where it was verified and all earlier ones were accepted. The ridge pulls towards the default curve.
@@ -147,11 +182,16 @@ def fit_curve(
     graded = (position <= accepted[:, None]) & (position < verified[:, None])
     if not bool(graded.any()):
         return ProbabilityCurve()
-    score = log_odds(log_prob[graded])
     outcome = (position < accepted[:, None])[graded].double()
-    features = torch.stack((torch.ones_like(score), score), dim=1)
     default = ProbabilityCurve()
     prior = torch.tensor([default.intercept, default.slope], dtype=torch.float64)
+    intercept, slope = _logistic(log_odds(log_prob[graded]), outcome, prior=prior, ridge=ridge)
+    return ProbabilityCurve(float(intercept), float(slope))
+
+
+def _logistic(score: Tensor, outcome: Tensor, *, prior: Tensor, ridge: float, steps: int = 50) -> Tensor:
+    """(intercept, slope) float64 [2] of outcomes [N] on scores [N], pulled towards `prior` [2]; Newton's method."""
+    features = torch.stack((torch.ones_like(score), score), dim=1)
     weights = prior.clone()
     for _ in range(steps):
         estimate = (features @ weights).sigmoid()
@@ -161,7 +201,7 @@ def fit_curve(
         weights = weights - change.clamp(-2.0, 2.0)
         if float(change.abs().max()) < 1e-10:
             break
-    return ProbabilityCurve(float(weights[0]), float(weights[1]))
+    return weights
 
 
 def _check_record(scores: Tensor, accepted: Tensor, verified: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

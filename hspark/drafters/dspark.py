@@ -132,7 +132,7 @@ class DSparkDrafter:
         self.scratch, total = buffer_columns(config, self.columns)
         shape = (max_batch_size, config.num_kv_heads, total, config.head_dim)
         self.buffers = [LayerKV.zeros(shape, target.dtype, target.device) for _ in range(config.num_layers)]
-        self.temperatures = torch.tensor(self.calibration.for_width(self.width), device=target.device)
+        self.temperatures, self.biases = torch.tensor(self.calibration.for_width(self.width), device=target.device)
         self.target_vocab = target.vocab_size
         ids = self.model.target_ids()
         # A target with fewer (padding) rows than the drafter: what it does not have cannot be drafted.
@@ -282,7 +282,7 @@ class DSparkDrafter:
         """Confidence logits, or log top probabilities of a drafter without that head, [R, K] -> acceptance [R, K]."""
         if self.model.confidence_head is None:
             return self.calibration.curve(scores)
-        return (scores / self.temperatures).sigmoid()
+        return (scores / self.temperatures + self.biases).sigmoid()
 
 
 def _packed(model: DSparkModel, target: TargetInfo) -> DSparkModel:

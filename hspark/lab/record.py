@@ -215,13 +215,15 @@ def _info(ngram: NgramDrafter, drafter: Drafter | None, name: str) -> dict[str, 
     }
     if isinstance(drafter, DSparkDrafter):
         info["model_width"] = drafter.width
+        temperatures, biases = drafter.calibration.for_width(drafter.width)
         info["drafter"] = {
             "path": str(getattr(drafter.source, "path", "")),
             "block_size": drafter.config.block_size,
             "num_layers": drafter.config.num_layers,
             "drafting": drafter.drafting,
             "noise": drafter.noise,
-            "temperatures": list(drafter.calibration.for_width(drafter.width)),
+            "temperatures": temperatures,
+            "biases": biases,
             "curve": [drafter.calibration.curve.intercept, drafter.calibration.curve.slope],
         }
     return info

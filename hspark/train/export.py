@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hspark.drafters.confidence import Calibration, fit_temperatures, survival_ece
+from hspark.drafters.confidence import Calibration, fit_platt, survival_ece
 from hspark.drafters.dspark_model import DSparkModel
 from hspark.drafters.limits import DraftLimits
 from hspark.train.data import FeatureStore
 from hspark.train.evaluate import Item, runs_of
+from hspark.train.invent import INVENTED
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -83,9 +84,15 @@ class DrafterReport:
 def calibrate(
     model: DSparkModel, stores: Sequence[FeatureStore], items: Sequence[Item], *, anchors: int = 48, batch_size: int = 8
 ) -> Calibration:
-    """Confidence temperatures from greedy drafts on held-out outputs (sequential temperature scaling)."""
-    _, hits, inside, confidence = _collect(model, stores, items, anchors, batch_size)
-    return Calibration(temperatures=fit_temperatures(confidence, hits.sum(1), inside.sum(1)))
+    """Temperatures and biases of the confidence, from greedy drafts on held-out outputs (`fit_platt`).
+
+    A target's answers to prompts that it made up itself are easier to foresee than others, so they count only where
+    there are no others.
+    """
+    kinds, hits, inside, confidence = _collect(model, stores, items, anchors, batch_size)
+    written = torch.tensor([kind != INVENTED for kind in kinds])
+    chosen = written if bool(written.any()) else ~written
+    return fit_platt(confidence[chosen], hits[chosen].sum(1), inside[chosen].sum(1))
 
 
 def measure(
@@ -99,8 +106,7 @@ def measure(
 ) -> DrafterReport:
     """The report of a drafter on these items. ValueError if none of them is a greedy output."""
     kinds, hits, inside, confidence = _collect(model, stores, items, anchors, batch_size)
-    temperatures = torch.tensor((calibration or Calibration()).for_width(hits.shape[1]))
-    survival = (confidence / temperatures).sigmoid().cumprod(dim=1)
+    survival = (calibration or Calibration()).acceptance(confidence).cumprod(dim=1)
     lengths = {
         kind: round(1 + hits[[k == kind for k in kinds]].sum(1).float().mean().item(), 4) for kind in sorted(set(kinds))
     }

@@ -8,6 +8,7 @@ from hspark.config import SamplingParams
 from hspark.models import LoadedTarget
 from hspark.speculator import HybridSpeculator
 
+INVENTED = "invented"  # the kind of task of these prompts
 _MARK = "HSPARKMARK"
 # Prompts that are asked for at once, in batches, and tries per wanted prompt before giving up.
 _WAVES, _TRIES = 4, 6
@@ -57,7 +58,7 @@ def invent_prompts(
         tried += wave
         if progress is not None:
             progress(min(len(found), count), count)
-    return [(f"invented/{seed}.{number}", message) for number, message in enumerate(list(found)[:count])]
+    return [(f"{INVENTED}/{seed}.{number}", message) for number, message in enumerate(list(found)[:count])]
 
 
 def _around_message(target: LoadedTarget) -> tuple[list[int], tuple[str, ...]]:

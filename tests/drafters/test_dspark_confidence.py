@@ -16,6 +16,7 @@ from hspark.drafters.confidence import (
     Calibration,
     ProbabilityCurve,
     fit_curve,
+    fit_platt,
     fit_temperatures,
     log_odds,
     survival_ece,
@@ -83,6 +84,52 @@ def test_positions_without_a_record_keep_the_temperature_before_them() -> None:
     assert fitted[0] != 1.0
 
 
+def test_platt_scaling_recovers_slopes_and_biases_and_generalises() -> None:
+    """Each position has its own; chains cut before verification give the same up to noise. Temperatures can't."""
+    slopes, biases = torch.tensor([0.6, 1.5, 0.9]), torch.tensor([-0.8, 0.5, -0.2])
+
+    def biased(seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        logits = 2.0 * torch.randn(40000, 3, generator=generator) + 0.5
+        hit = torch.rand(logits.shape, generator=generator) < (slopes * logits + biases).sigmoid()
+        return logits, hit.cumprod(dim=1).sum(dim=1)
+
+    logits, accepted = biased(0)
+    verified = torch.randint(0, 4, accepted.shape, generator=torch.Generator().manual_seed(3))
+    whole = fit_platt(logits, accepted)
+    for fitted, tolerance in ((whole, 0.06), (fit_platt(logits, accepted.minimum(verified), verified), 0.15)):
+        torch.testing.assert_close(1 / torch.tensor(fitted.temperatures), slopes, rtol=0, atol=tolerance)
+        torch.testing.assert_close(torch.tensor(fitted.biases), biases, rtol=0, atol=tolerance)
+    logits, accepted = biased(1)
+
+    def error(calibration: Calibration) -> float:
+        survival = calibration.acceptance(logits).cumprod(dim=1)
+        return max(survival_ece(survival[:, k], accepted > k) for k in range(3))
+
+    assert error(whole) < 0.012
+    assert error(Calibration(fit_temperatures(*biased(0)))) > 0.05
+
+
+@given(st.integers(0, 40), st.integers(0, 2))
+def test_platt_scaling_of_little_evidence_stays_usable(chains: int, mode: int) -> None:
+    """No record, only acceptances, only rejections, or scores that mislead: temperatures stay finite and above 0."""
+    logits = torch.linspace(-9, 9, max(chains * 3, 1))[: chains * 3].reshape(chains, 3)
+    accepted = torch.full((chains,), 3 if mode == 0 else 0) if mode < 2 else (logits[:, 0] < 0) * 3
+    calibration = fit_platt(logits, accepted)
+    assert len(calibration.temperatures) == len(calibration.biases) == 3
+    assert all(0 < t <= 20.0 for t in calibration.temperatures)
+    if chains == 0:
+        assert calibration == Calibration((1.0,) * 3, biases=(0.0,) * 3)
+
+
+def test_platt_scaling_without_a_record_keeps_the_position_before() -> None:
+    logits, accepted = record([2.0, 1.0], chains=4000)
+    fitted = fit_platt(logits, accepted.clamp(max=1), torch.ones_like(accepted))
+    assert fitted.temperatures[1] == pytest.approx(fitted.temperatures[0])
+    assert fitted.biases[1] == pytest.approx(fitted.biases[0])
+    assert fitted.temperatures[0] != 1.0
+
+
 def test_a_curve_recovers_its_coefficients() -> None:
     generator = torch.Generator().manual_seed(0)
     log_prob = torch.rand(30000, 4, generator=generator).clamp(1e-4, 1 - 1e-4).log()
@@ -125,7 +172,7 @@ def test_the_curve_is_the_sigmoid_of_a_shifted_logit() -> None:
     ],
 )
 def test_bad_records_are_refused(scores: Tensor, accepted: Tensor, verified: Tensor | None, message: str) -> None:
-    for fit in (fit_temperatures, fit_curve):
+    for fit in (fit_temperatures, fit_platt, fit_curve):
         with pytest.raises(ValueError, match=message):
             fit(scores, accepted, verified)
 
@@ -143,11 +190,13 @@ def test_a_saved_calibration_is_applied(tmp_path: Path) -> None:
     model = random_model(tiny_config())
     path = save_model(model, tmp_path)
     plain = acceptance(path)
-    calibration = Calibration(temperatures=(2.0, 0.5, 3.0))
+    calibration = Calibration(temperatures=(2.0, 0.5, 3.0), biases=(-1.0, 0.25))
     assert calibration.save(path).name == "confidence.json"
     assert Calibration.load_beside(path) == calibration
-    # Positions past the last temperature use the last.
-    expected = (torch.logit(plain) / torch.tensor([2.0, 0.5, 3.0, 3.0, 3.0])).sigmoid()
+    # Positions past the last temperature, or bias, use the last.
+    biases = torch.tensor([-1.0, 0.25, 0.25, 0.25, 0.25])
+    expected = (torch.logit(plain) / torch.tensor([2.0, 0.5, 3.0, 3.0, 3.0]) + biases).sigmoid()
+    torch.testing.assert_close(calibration.acceptance(torch.logit(plain)), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(acceptance(path), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(acceptance(path, length=2), expected[:2], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(acceptance(path, calibration=Calibration()), plain)
@@ -164,7 +213,7 @@ def test_a_saved_curve_is_applied_to_a_drafter_without_the_head(tmp_path: Path) 
 @pytest.mark.parametrize(
     "content",
     ["{", "[]", '{"temperatures": [0]}', '{"temperatures": [1, "x"]}', '{"temperature": [1]}', '{"curve": {"slop": 1}}',
-     '{"temperatures": [NaN]}'],
+     '{"temperatures": [NaN]}', '{"biases": [Infinity]}', '{"biases": ["x"]}', '{"biases": 1}'],
 )  # fmt: skip
 def test_a_damaged_calibration_is_refused_by_name(content: str, tmp_path: Path) -> None:
     path = save_model(random_model(tiny_config()), tmp_path)
@@ -176,4 +225,4 @@ def test_a_damaged_calibration_is_refused_by_name(content: str, tmp_path: Path) 
 def test_saved_calibrations_are_plain_json(tmp_path: Path) -> None:
     Calibration((1.5,)).save(tmp_path)
     values = json.loads((tmp_path / "confidence.json").read_text())
-    assert values == {"temperatures": [1.5], "curve": {"intercept": 1.1, "slope": 1.0}}
+    assert values == {"temperatures": [1.5], "biases": [], "curve": {"intercept": 1.1, "slope": 1.0}}

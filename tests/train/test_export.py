@@ -120,6 +120,21 @@ def test_calibration_lowers_the_error(tmp_path, drafter):
     assert after.ece < before.ece
 
 
+def test_invented_prompts_calibrate_only_where_there_are_no_others(tmp_path, drafter):
+    store = tiny_store(tmp_path, count=24)
+    halves = [[(0, i) for i in range(start, len(store), 2)] for start in (0, 1)]
+
+    def fitted(items):
+        return torch.tensor(calibrate(drafter, [store], items, batch_size=1).biases)
+
+    written, others, everything = fitted(halves[0]), fitted(halves[1]), fitted(halves[0] + halves[1])
+    assert min(float((a - everything).abs().max()) for a in (written, others)) > 1e-3
+    for _, i in halves[1]:
+        store.task_ids[i] = f"invented/{i}"
+    torch.testing.assert_close(fitted(halves[0] + halves[1]), written)
+    torch.testing.assert_close(fitted(halves[1]), others)
+
+
 def test_nothing_greedy_to_measure_on(tmp_path, drafter):
     store = tiny_store(tmp_path)
     with pytest.raises(ValueError, match="none of the outputs is greedy"):

@@ -14,7 +14,8 @@ def test_it_is_whole_and_small_enough():
     checkpoint = open_checkpoint(FOLDER)
     assert checkpoint.layout == "deepspec"
     assert checkpoint.config.num_target_layers == 30
-    assert len(checkpoint.calibration.temperatures) == checkpoint.config.width == 7
+    calibration = checkpoint.calibration
+    assert len(calibration.temperatures) == len(calibration.biases) == checkpoint.config.width == 7
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 25_000_000
     model = checkpoint.load()
     assert model.embed_tokens is None
