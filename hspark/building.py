@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hspark.compiled_layers import many_variants
 from hspark.config import PAPER_DELAY, EngineConfig
 from hspark.drafters import NgramDrafter
 from hspark.drafters.base import Drafter
@@ -97,13 +98,10 @@ def make_cost(cost: Any, step: DecodeStep) -> CostModel:
 
 
 def make_compiler(compile: str | bool, device: torch.device) -> Any:
-    """torch.compile as the step needs it, with CUDA graphs where there is CUDA; None to run eagerly."""
-    if compile is not True:
+    """torch.compile as the whole step needs it, with CUDA graphs where there is CUDA; None to leave the step eager."""
+    if compile != "step" and not (compile is True and device.type != "cpu"):
         return None
-    import torch._dynamo
-
-    # One variant per padded size, context bucket and sampling mode: more than the default limit allows.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+    many_variants()  # one per padded size, context bucket and sampling mode
     mode = "reduce-overhead" if device.type == "cuda" else None
     return functools.partial(torch.compile, fullgraph=True, dynamic=False, mode=mode)
 

@@ -170,8 +170,9 @@ class EngineConfig:
     exactness allows it, since nothing has to wait there; else 2, as in the paper.
     max_batch_size: requests decoded at once; more are queued. max_length: tokens of prompt and output together.
     prefill_tokens: prompt tokens processed between two decode steps. run_ahead: steps enqueued before the oldest one
-    is read; None for 0 where the host is the device and 1 elsewhere. compile: True compiles the device step, one graph
-    per padded size, each when it first occurs; "auto" and False run it eagerly. allow_lossy: run combinations that
+    is read; None for 0 where the host is the device and 1 elsewhere. compile: "step" compiles the whole device
+    step, one graph per padded size, each when it first occurs; True does that on an accelerator, and on a CPU compiles
+    the target's layers, two graphs at start-up; "auto" and False compile nothing. allow_lossy: run combinations that
     change the output distribution, for study; their outputs are marked.
     """
 
@@ -207,7 +208,7 @@ class EngineConfig:
                     f"budget_delay={delay} needs survivals that run_ahead={self.run_ahead} has not read "
                     f"yet; use a budget_delay above {self.run_ahead}"
                 )
-        if self.compile not in ("auto", True, False):
-            raise ValueError(f"compile={self.compile!r} is unknown; use 'auto', True or False")
+        if self.compile not in ("auto", "step", True, False):
+            raise ValueError(f"compile={self.compile!r} is unknown; use 'auto', True, False or 'step'")
         if not isinstance(self.allow_lossy, bool):
             raise ValueError(f"allow_lossy={self.allow_lossy!r} is not a bool; use True or False")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -160,6 +161,16 @@ class KVBuffers:
         keys = self.keys[layer][span, : plan.context].unflatten(-1, (shape.kv_heads, shape.key_dim))
         values = self.values[layer][span, : plan.context].unflatten(-1, (shape.kv_heads, shape.value_dim))
         return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def part(self, start: int, count: int) -> KVBuffers:
+        """The buffers of `count` layers from `start` on, numbered from 0: the same memory, for a graph of those layers.
+        None of them may share the buffers of another layer."""
+        part = copy.copy(self)
+        for name in ("shapes", "kind_of", "keys", "values"):
+            setattr(part, name, getattr(self, name)[start : start + count])
+        for store in (*part.keys, *part.values):
+            torch._dynamo.mark_static(store)  # type: ignore[no-untyped-call]
+        return part
 
     def clear(self, row: int, start: int = 0) -> None:
         """Zeroes one row from position `start` on: a masked NaN would still poison a weighted sum."""

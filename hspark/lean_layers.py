@@ -9,13 +9,16 @@ arithmetic differs anywhere keeps its own code. On accelerators the compiler doe
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hspark.kv_buffers import KVBuffers, Plan, Probe
 from hspark.packing import FusedPart
+
+if TYPE_CHECKING:
+    from hspark.compiled_layers import CompiledLayers
 
 # What a layer is made of, by module name, in any family that this file can stand in for.
 _PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -65,15 +68,19 @@ class LeanLayer(nn.Module):
         if isinstance(hspark, Probe):  # the model is being taken over by another target
             return self.original[0](hidden_states, position_embeddings=position_embeddings, hspark=hspark, **others)
         buffers, plan = hspark
+        turn = position_embeddings if isinstance(position_embeddings, Turn) else Turn.of(position_embeddings)
+        return self.run(hidden_states, turn, buffers, plan, self.index)
+
+    def run(self, hidden_states: Tensor, turn: Turn, buffers: KVBuffers, plan: Plan, index: int) -> Tensor:
+        """The layer's output [1, T, H], with keys and values in layer `index` of `buffers`."""
         # `forward` instead of a call: a module's call costs as much as a small operator, and no part has hooks.
         x = self.norms[0].forward(hidden_states)[0]
-        turn = position_embeddings if isinstance(position_embeddings, Turn) else Turn.of(position_embeddings)
-        attended = self._attend(x, turn, buffers, plan)
+        attended = self._attend(x, turn, buffers, plan, index)
         hidden = hidden_states + self.output.forward(attended)
         gate, up = self.gate_up.forward(self.norms[1].forward(hidden)).split(self.hidden, dim=-1)
         return hidden + self.down.forward(self.act.forward(gate) * up)
 
-    def _attend(self, x: Tensor, turn: Turn, buffers: KVBuffers, plan: Plan) -> Tensor:
+    def _attend(self, x: Tensor, turn: Turn, buffers: KVBuffers, plan: Plan, index: int) -> Tensor:
         joint = self.qkv.forward(x).view(x.shape[0], -1, self.dim)
         turning = self.heads + self.kv_heads
         both = joint[:, :turning]
@@ -82,8 +89,8 @@ class LeanLayer(nn.Module):
             both = torch.cat([self.head_norms[0](query), self.head_norms[1](key)], dim=1)
         rotated = both * turn.cos
         rotated += both.roll(self.dim // 2, -1) * turn.sin
-        buffers.write(self.index, rotated[:, self.heads :], joint[:, turning:], plan)
-        return buffers.look_up(self.index, rotated[:, : self.heads], self.scaling, plan)
+        buffers.write(index, rotated[:, self.heads :], joint[:, turning:], plan)
+        return buffers.look_up(index, rotated[:, : self.heads], self.scaling, plan)
 
 
 class LeanModel:
@@ -98,11 +105,22 @@ class LeanModel:
         self.layers, self.rotary, self.norm = decoder.layers, decoder.rotary_emb, decoder.norm
 
     def decode(
-        self, tokens: Tensor, position: Tensor, context: tuple[KVBuffers, Plan], taps: tuple[int, ...]
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        context: tuple[KVBuffers, Plan],
+        taps: tuple[int, ...],
+        compiled: CompiledLayers | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """The last layer's output [1, T, H] and those of the layers `taps` ([T, H] each; -1 is the embedding's)."""
+        """The last layer's output [1, T, H] and those of the layers `taps` ([T, H] each; -1 is the embedding's).
+
+        compiled: the same layers as graphs, to be run instead.
+        """
         hidden = self.embed(tokens[None])
         turn = Turn.of(self.rotary(hidden, position[None]))  # once, for all layers
+        if compiled is not None:
+            outputs = [*compiled(hidden, turn, context[1]), hidden]  # so that -1 is the embedding's
+            return outputs[-2], [outputs[tap][0] for tap in taps]
         seen = {-1: hidden} if -1 in taps else {}
         for index, layer in enumerate(self.layers):
             hidden = layer.forward(hidden, position_embeddings=turn, hspark=context)

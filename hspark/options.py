@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 DEFAULT_MODEL = "smollm2-135m"
-_COMPILE: dict[str, str | bool] = {"auto": "auto", "on": True, "off": False}
+_COMPILE: dict[str, str | bool] = {"auto": "auto", "on": True, "off": False, "step": "step"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,7 +66,13 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
         metavar="STEPS",
         help="steps from survivals to the step they size (default: 0 on a CPU, 2 elsewhere)",
     )
-    add("--compile", choices=list(_COMPILE), default="auto", help="torch.compile the step (default: auto)")
+    add(
+        "--compile",
+        choices=list(_COMPILE),
+        default="auto",
+        help="on: torch.compile the target's layers on a CPU, the whole step elsewhere; step: the whole step "
+        "(default: auto, which compiles nothing)",
+    )
     add("--allow-lossy", action="store_true", help="run combinations that change the output distribution, for study")
 
 

@@ -10,6 +10,8 @@ the same bits.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from typing import Any
 
 import torch
@@ -31,6 +33,23 @@ def _can_pack(dtype: torch.dtype) -> bool:
     )
 
 
+# Compiled graphs cannot hold weights in oneDNN's layout, so they name them by number and call this operator. It says of
+# itself only what a compiler needs: the shape of its result.
+_library = torch.library.Library("hspark", "DEF")
+_library.define("packed_linear(Tensor x, Tensor number, Tensor? bias, int width) -> Tensor")
+_numbers = itertools.count()
+_numbered: weakref.WeakValueDictionary[int, PackedLinear] = weakref.WeakValueDictionary()
+
+
+def _packed_linear(x: Tensor, number: Tensor, bias: Tensor | None, width: int) -> Tensor:
+    matrix = _numbered[int(number)]._matrix
+    return torch.ops.mkldnn._linear_pointwise.default(x, matrix, bias, "none", [], "")
+
+
+_library.impl("packed_linear", _packed_linear, "CPU")
+_library.impl("packed_linear", lambda x, number, bias, width: x.new_empty(*x.shape[:-1], width), "Meta")
+
+
 class PackedLinear(nn.Module):
     """A linear layer for inference on the CPU. `weight` stays available where `keep_weight` asks for it."""
 
@@ -41,8 +60,13 @@ class PackedLinear(nn.Module):
         self.bias = bias
         self._matrix = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
         self.weight = weight if keep_weight else None
+        number = next(_numbers)
+        _numbered[number] = self
+        self.number = torch.tensor(number)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.packed and torch.compiler.is_compiling():
+            return torch.ops.hspark.packed_linear(x, self.number, self.bias, self.out_features)
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise.default(x, self._matrix, self.bias, "none", [], "")
         return F.linear(x, self._matrix, self.bias)

@@ -23,6 +23,7 @@ from hspark.building import (
     make_rules,
     settle_delay,
 )
+from hspark.compiled_layers import compile_layers
 from hspark.config import SamplingParams
 from hspark.core import RequestOutput
 from hspark.drafters.base import Drafter
@@ -89,6 +90,8 @@ class HybridSpeculator:
         weight_bytes = sum(weight.nbytes for weight in model.parameters())
         compiler = make_compiler(self.config.compile, device)
         target = CausalTarget(model, self.config.max_batch_size, self.config.max_length, lay_out=compiler is None)
+        if self.config.compile is True and compiler is None:
+            compile_layers(target)
         step = DecodeStep(target, self.policy, self.verifier, drafter, free)
         for part in step.drafters:
             part.bind(target.info(self.name), self.config.max_batch_size, self.config.max_length)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hspark.compiled_layers import CompiledLayers
 from hspark.drafters.base import TargetInfo
 from hspark.kv_buffers import ATTENTION_NAME, KVBuffers, LayerShape, Plan, Probe, UnsupportedModelError
 from hspark.lean_layers import LeanModel, lean_model
@@ -65,6 +66,7 @@ class CausalTarget:
         check_memory(needed, rows, max_length, self.vocab_size, self.device)
         self.buffers = KVBuffers(shapes, rows, max_length, self.dtype, self.device)
         self.lean = self._lean()
+        self.compiled: CompiledLayers | None = None  # set by `compile_layers`
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self.taps: tuple[int, ...] = ()
@@ -168,7 +170,10 @@ class CausalTarget:
         context: static bound on the positions attended to; at least 1 + the largest position in the step.
         full: the host knows that all rows of the span have all Q slots, which saves gathering.
         span: first row with slots and the row after the last, so that idle rows outside it cost nothing; None for all.
+        Compiled layers know one kind of plan: over all rows, and gathering unless there is only one row.
         """
+        if self.compiled is not None:
+            span, full = None, self.rows == 1
         first, last = span or (0, self.rows)
         queries = index.shape[1]
         position = anchor[row] + offset
@@ -207,7 +212,9 @@ class CausalTarget:
         keep: int64 [N] packed slots whose logits are wanted, in that order; None for all.
         """
         if self.lean is not None:
-            hidden, taps = self.lean.decode(tokens, position, (self.buffers, plan), self.taps)
+            # A single slot of many rows is too rare for a graph of its own.
+            compiled = self.compiled if tokens.shape[0] > 1 or self.rows == 1 else None
+            hidden, taps = self.lean.decode(tokens, position, (self.buffers, plan), self.taps, compiled)
             return self.lean.logits(hidden, keep), join(taps)
         logits = self.model(
             input_ids=tokens[None],

@@ -112,7 +112,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"max_length": 1}, r"max_length=1 is out of range"),
     ({"prefill_tokens": 0}, r"prefill_tokens=0 is out of range"),
     ({"budget_delay": -1}, r"budget_delay=-1 is out of range"),
-    ({"compile": "fast"}, r"compile='fast' is unknown; use 'auto', True or False"),
+    ({"compile": "fast"}, r"compile='fast' is unknown; use 'auto', True, False or 'step'"),
     ({"allow_lossy": "yes"}, r"allow_lossy='yes' is not a bool"),
     ({"run_ahead": -1}, r"run_ahead=-1 is out of range"),
     ({"run_ahead": 2}, r"budget_delay=2 needs survivals that run_ahead=2 has not read yet"),

@@ -24,7 +24,7 @@ from hspark.lab.bench_text import SPEED, ratio, render_header, table, verdicts
 from hspark.lab.observer import ProgressBar
 from hspark.lab.overhead import BASELINE, NEVER, StepShares, measure_shares, never_choose_arm
 from hspark.lab.runs import BenchPrompt
-from hspark.models import LoadedTarget, load_target
+from hspark.models import LoadedTarget, load_target, resolve_device
 from hspark.options import Parser, add_drafting_options, add_target_options, set_threads
 from hspark.speculator import HybridSpeculator
 
@@ -101,8 +101,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _settings(options: argparse.Namespace) -> BenchSettings:
-    if options.compile == "on":
-        raise ValueError("compile='on': the parts of a compiled step cannot be told apart; use 'off' or 'auto'")
+    whole = options.compile == "step" or (options.compile == "on" and resolve_device(options.device).type != "cpu")
+    if whole:
+        raise ValueError(f"compile={options.compile!r}: the parts of a compiled step cannot be told apart; use 'off'")
     drafting = bench_drafting(options)
     return BenchSettings(
         arms=("vanilla", "ngram_only") if drafting["drafter"] is None else ("vanilla", BASELINE),
