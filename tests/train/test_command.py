@@ -181,6 +181,24 @@ def test_an_interrupted_run_keeps_the_answers_that_were_done(tmp_path, target):
     assert sorted(path.read_text().splitlines()) == sorted(fresh.read_text().splitlines())
 
 
+def test_answers_that_fail_are_left_out_and_the_others_go_on(tmp_path, target):
+    """A NaN in the embedding of "z": the logits of prompts that hold it are broken."""
+    prompts = [("q/0", "abc"), ("q/1", "az"), ("q/2", "abcabc"), ("q/3", "zzz"), ("q/4", "ab")]
+    records = []
+    for broken in (False, True):
+        loaded = target()
+        [z] = loaded.tokenizer("z", add_special_tokens=False)["input_ids"]
+        if broken:
+            loaded.model.get_input_embeddings().weight.data[z] = float("nan")
+        path = tmp_path / f"{broken}.jsonl"
+        generate_outputs(loaded, prompts, path, max_new_tokens=4, sampled_share=0.0, batch_size=2, max_length=128)
+        records.append({line["task_id"]: line for line in map(json.loads, path.read_text().splitlines())})
+    whole, rest = records
+    assert set(rest) == {"q/0", "q/2", "q/4"}
+    assert not any(z in whole[task]["output_token_ids"] for task in rest)  # or these would have failed as well
+    assert all(rest[task] == whole[task] for task in rest)
+
+
 def test_sampled_share_is_checked(tmp_path, target):
     with pytest.raises(ValueError, match=r"sampled_share=1\.5"):
         generate_outputs(target(), [], tmp_path / "x", sampled_share=1.5)
