@@ -11,6 +11,7 @@ import torch
 
 from hspark.compiled_layers import many_variants
 from hspark.config import PAPER_DELAY, EngineConfig
+from hspark.core import RowState
 from hspark.drafters import NgramDrafter
 from hspark.drafters.base import Drafter
 from hspark.drafters.known import known_drafter
@@ -26,7 +27,7 @@ from hspark.policy import (
     refuse_if_lossy,
 )
 from hspark.profiling import profile_step
-from hspark.step import DecodeStep
+from hspark.step import DecodeStep, StepFunctions
 from hspark.verify import Verifier, verifier
 
 
@@ -88,22 +89,29 @@ def make_lookup(lookup: Any, estimator: Any, target: str) -> tuple[Drafter | Non
     return NgramDrafter(resolved), note
 
 
-def make_cost(cost: Any, step: DecodeStep) -> CostModel:
-    """The cost model that is meant; without drafters there is nothing to price, so nothing is measured."""
+def make_cost(cost: Any, step: DecodeStep, functions: StepFunctions, rows: RowState) -> CostModel:
+    """The cost model that is meant; without drafters there is nothing to price, so nothing is measured.
+
+    functions, rows: what the engine will run, so that costs are measured on it."""
     if not isinstance(cost, str | os.PathLike):
         return cost
     if cost != "auto":
         return load_cost(cost)
-    return profile_step(step) if step.drafters else LinearCost(1.0, 0.0)
+    return profile_step(step, functions=functions, rows=rows) if step.drafters else LinearCost(1.0, 0.0)
 
 
 def make_compiler(compile: str | bool, device: torch.device) -> Any:
-    """torch.compile as the whole step needs it, with CUDA graphs where there is CUDA; None to leave the step eager."""
+    """torch.compile as the whole step needs it, with CUDA graphs where there is CUDA; None to leave the step eager.
+
+    Sizes that vary become symbols, so that a function is compiled a few times only, and a CUDA graph recorded, which is
+    quick, for each padded size.
+    """
     if compile != "step" and not (compile is True and device.type != "cpu"):
         return None
-    many_variants()  # one per padded size, context bucket and sampling mode
+    many_variants()
     mode = "reduce-overhead" if device.type == "cuda" else None
-    return functools.partial(torch.compile, fullgraph=True, dynamic=False, mode=mode)
+    torch._inductor.config.triton.cudagraph_dynamic_shape_warn_limit = None  # that many graphs are meant
+    return functools.partial(torch.compile, fullgraph=True, mode=mode)
 
 
 def check_length(max_length: int, model: Any) -> None:

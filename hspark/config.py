@@ -171,8 +171,8 @@ class EngineConfig:
     max_batch_size: requests decoded at once; more are queued. max_length: tokens of prompt and output together.
     prefill_tokens: prompt tokens processed between two decode steps. run_ahead: steps enqueued before the oldest one
     is read; None for 0 where the host is the device and 1 elsewhere. compile: "step" compiles the whole device
-    step, one graph per padded size, each when it first occurs; True does that on an accelerator, and on a CPU compiles
-    the target's layers, two graphs at start-up; "auto" and False compile nothing. allow_lossy: run combinations that
+    step, with a CUDA graph for each padded size where there is CUDA; True does that on an accelerator, and on a CPU
+    compiles the target's layers; "auto" and False compile nothing. allow_lossy: run combinations that
     change the output distribution, for study; their outputs are marked.
     """
 

@@ -11,16 +11,14 @@ import secrets
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hspark.config import SamplingParams
-from hspark.core import Chain
+from hspark.core import Chain, RowState
 from hspark.drafters.base import PromptReader
-from hspark.graphs import hold_addresses
 from hspark.parallel import from_first_rank
 from hspark.policy import BudgetDecision, CostModel
 from hspark.readback import Readback
@@ -28,7 +26,7 @@ from hspark.request import Request
 from hspark.rows import check_row, new_rows, write_request
 from hspark.sampling import SamplingMode
 from hspark.sizing import Sizing
-from hspark.step import DecodeStep, Outcome
+from hspark.step import DecodeStep, Outcome, StepFunctions
 
 
 class InFlight(NamedTuple):
@@ -43,8 +41,8 @@ class Engine:
     """Runs many requests through one DecodeStep on `rows` static rows.
 
     budget: "adaptive", "all", or a number of slots per step. budget_delay: steps between survivals and the step that
-    they size. compiler: applied to the three device functions of a step, for example torch.compile with
-    fullgraph=True; sizes are then padded. run_ahead: steps enqueued before the oldest outcome is read.
+    they size. functions: the step's own, compiled or not; sizes are padded for compiled ones. rows: the device's record
+    of free rows, or None for a new one. run_ahead: steps enqueued before the oldest outcome is read.
     prefill_tokens: prompt tokens processed between two decode steps while other requests are running. sharded: the
     target is spread over processes that all run this engine on the same requests. Not thread-safe.
     """
@@ -61,15 +59,15 @@ class Engine:
         eos_token_ids: tuple[int, ...] = (),
         tokenizer: Any | None = None,
         lossy: bool = False,
-        compiler: Callable[[Any], Any] | None = None,
+        functions: StepFunctions | None = None,
+        rows: RowState | None = None,
         sharded: bool = False,
     ) -> None:
         self.device_step = step
-        wrap: Callable[[Any], Any] = compiler or (lambda function: function)
-        self._run_propose, self._run_allocate = wrap(step.propose), wrap(step.allocate)
-        self._run_verify = wrap(step.verify)
+        functions = StepFunctions.of(step) if functions is None else functions
+        self._run_propose, self._run_allocate, self._run_verify = functions[:3]
         step.on_failure = self._draft_failed
-        padded = compiler is not None or step.target.device.type != "cpu"
+        padded = functions.compiled or step.target.device.type != "cpu"
         self.sizing = Sizing(step, cost, budget, budget_delay, padded)
         self.run_ahead, self.prefill_tokens, self.sharded = run_ahead, prefill_tokens, sharded
         self.eos_token_ids, self.tokenizer, self.lossy = eos_token_ids, tokenizer, lossy
@@ -80,10 +78,8 @@ class Engine:
             step.model_drafter.name if step.model_drafter else "model",
             step.free_drafter.name if step.free_drafter else "ngram",
         ]
-        self.rows = new_rows(target.rows, target.max_length, self.device)
+        self.rows = new_rows(target.rows, target.max_length, self.device) if rows is None else rows
         self.speculate = torch.ones(target.rows, dtype=torch.bool, device=self.device)
-        if compiler is not None and self.device.type == "cuda":
-            hold_addresses(self.rows, step)
         self.owners: list[Request | None] = [None] * target.rows
         self.waiting: deque[Request] = deque()
         self.in_flight: deque[InFlight] = deque()

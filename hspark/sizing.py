@@ -17,6 +17,13 @@ logger = logging.getLogger("hspark")
 CONTEXT_BUCKET = 64
 
 
+def context_bound(longest: int, capacity: int, padded: bool) -> int:
+    """The bound that serves `longest` positions: a multiple of CONTEXT_BUCKET, or a power of two where shapes have to
+    be few, and at most `capacity`."""
+    bound = -(-longest // CONTEXT_BUCKET) * CONTEXT_BUCKET
+    return min(1 << (bound - 1).bit_length() if padded else bound, capacity)
+
+
 class Sizing:
     """Decides the sizes of one engine's steps.
 
@@ -48,10 +55,7 @@ class Sizing:
         """A bound on the positions that a step reads or writes, known without asking the device. in_flight: steps whose
         outcome the host has not seen."""
         longest = max(len(r.prompt) + len(r.token_ids) for r in running) + (self.width + 1) * (in_flight + 1)
-        bound = -(-longest // CONTEXT_BUCKET) * CONTEXT_BUCKET
-        if self.padded:  # few static shapes matter more than a tight bound
-            bound = 1 << (bound - 1).bit_length()
-        return min(bound, self.capacity)
+        return context_bound(longest, self.capacity, self.padded)
 
     def shape(self, kept: Tensor, owned: list[int], context: int, *, settled: bool) -> Shape:
         """Static sizes of the verification. Where the host is the device, looking at `kept` costs nothing and saves

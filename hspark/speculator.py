@@ -28,12 +28,14 @@ from hspark.config import SamplingParams
 from hspark.core import RequestOutput
 from hspark.drafters.base import Drafter
 from hspark.engine import Engine
+from hspark.graphs import hold_addresses
 from hspark.huge_pages import use_huge_pages
 from hspark.models import load_target, resolve_device, resolve_dtype
 from hspark.parallel import from_first_rank, is_sharded
 from hspark.policy import CostModel, load_cost
 from hspark.request import Request
-from hspark.step import DecodeStep
+from hspark.rows import new_rows
+from hspark.step import DecodeStep, StepFunctions
 from hspark.target import CausalTarget
 
 logger = logging.getLogger("hspark")
@@ -99,7 +101,10 @@ class HybridSpeculator:
         if target.device.type == "cpu" and weight_bytes >= HUGE_PAGES_FROM:
             use_huge_pages()
         sharded = is_sharded(model)
-        self.cost = from_first_rank(make_cost(cost, step), sharded)
+        functions, rows = StepFunctions.of(step, compiler), new_rows(target.rows, target.max_length, target.device)
+        if functions.compiled and target.device.type == "cuda":
+            hold_addresses(rows, step)
+        self.cost = from_first_rank(make_cost(cost, step, functions, rows), sharded)
         run_ahead = self.config.run_ahead
         self.engine = Engine(
             step,
@@ -111,7 +116,8 @@ class HybridSpeculator:
             eos_token_ids=end_ids(model, tokenizer) if eos_token_ids is None else eos_token_ids,
             tokenizer=tokenizer,
             lossy=lossy,
-            compiler=compiler,
+            functions=functions,
+            rows=rows,
             sharded=sharded,
         )
 

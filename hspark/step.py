@@ -7,7 +7,7 @@ as scalars. The engine calls `propose`, `allocate` and `verify` one after the ot
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,6 +169,22 @@ class DecodeStep:
             failed=failed,
             logprobs=token_log_probs(logits, layout.index, tokens) if logprobs else None,
         )
+
+
+class StepFunctions(NamedTuple):
+    """The three functions of a step as an engine calls them, and whether a compiler has made them."""
+
+    propose: Callable[..., Chain]
+    allocate: Callable[..., Tensor]
+    verify: Callable[..., Outcome]
+    compiled: bool = False
+
+    @staticmethod
+    def of(step: DecodeStep, compiler: Callable[[Any], Any] | None = None) -> StepFunctions:
+        """compiler: applied to each, for example torch.compile with fullgraph=True; None leaves them as they are."""
+        if compiler is None:
+            return StepFunctions(step.propose, step.allocate, step.verify)
+        return StepFunctions(compiler(step.propose), compiler(step.allocate), compiler(step.verify), compiled=True)
 
 
 def active(rows: RowState) -> Tensor:

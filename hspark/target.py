@@ -44,6 +44,8 @@ class CausalTarget:
     ValueError for sizes that do not fit into memory (`hspark.memory`).
     """
 
+    compiled: CompiledLayers | None = None  # set by `compile_layers`
+
     def __init__(
         self, model: Any, rows: int, max_length: int, taps: tuple[int, ...] = (), *, lay_out: bool = True
     ) -> None:
@@ -66,7 +68,6 @@ class CausalTarget:
         check_memory(needed, rows, max_length, self.vocab_size, self.device)
         self.buffers = KVBuffers(shapes, rows, max_length, self.dtype, self.device)
         self.lean = self._lean()
-        self.compiled: CompiledLayers | None = None  # set by `compile_layers`
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self.taps: tuple[int, ...] = ()
@@ -182,7 +183,7 @@ class CausalTarget:
         # Queries before the text see its first token: a row of the mask that hides everything would give NaN.
         grid_positions = (anchor[first:last, None] + torch.arange(queries, device=anchor.device)).clamp(min=0)
         masks = self._masks(grid_positions, context)
-        dense = row.shape[0] == (last - first) * queries and full
+        dense = full and row.shape[0] == (last - first) * queries
         packed = (row - first) * queries + offset
         return Plan(write, index[first:last], packed, masks, first, last - first, context, dense)
 

@@ -16,7 +16,7 @@ from hspark.engine import Engine
 from hspark.policy import CostModel, LinearCost, StepCostTable, policy
 from hspark.request import Request
 from hspark.sampling import STREAM_DRAFT, SamplingMode, gumbel_noise, slot_key
-from hspark.step import DecodeStep
+from hspark.step import DecodeStep, StepFunctions
 from hspark.verify import verifier
 from tests.plain import Law
 
@@ -234,6 +234,7 @@ def build_engine(
     free: Any | None = None,
     verify: str = "coupled",
     cost: CostModel = FLAT,
+    compiler: Any = None,
     **options: Any,
 ) -> Engine:
     """An engine over a CausalTarget or ScriptedTarget; `free` is an NgramDrafter where the policy needs one."""
@@ -244,7 +245,7 @@ def build_engine(
     for drafter in step.drafters:
         drafter.bind(target.info("target"), target.rows, target.max_length)
     target.set_taps(tuple(tap for drafter in step.drafters for tap in drafter.taps))
-    return Engine(step, cost, **options)
+    return Engine(step, cost, functions=StepFunctions.of(step, compiler), **options)
 
 
 def serve(

@@ -393,7 +393,7 @@ def test_bench_refuses_before_it_works(arguments: list[str], message: str, capsy
 def test_demo_shows_and_measures(
     tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hspark.building.profile_step", lambda step: LinearCost(1.0, 0.05))
+    monkeypatch.setattr("hspark.building.profile_step", lambda step, **_: LinearCost(1.0, 0.05))
     options = ["demo", "--model", tiny, "--dtype", "float32", "--limit", "2", "--max-new-tokens", "8"]
     assert main([*options, "--color", "always"]) == 0
     coloured = capsys.readouterr().out

@@ -135,8 +135,9 @@ def _match_lengths(tokens: Tensor, history: Tensor) -> Tensor:
     differs = text[:, None, :] != history.flip(1)[:, :, None]
     # The first difference going backwards has the largest weight; longest - weight is how many agree before it.
     weight = torch.arange(1, longest + 1, dtype=torch.uint8, device=tokens.device)[:, None]
-    worst = (differs.view(torch.uint8) * weight).flatten(1).unfold(1, span, span + longest).amax(dim=1)
-    return longest - worst
+    planes = differs.view(torch.uint8) * weight
+    walk = (planes.stride(0), span + longest, 1)
+    return longest - planes.as_strided((tokens.shape[0], longest, span), walk).amax(dim=1)
 
 
 class NgramDrafter:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hspark.core import SOURCE_TARGET, Chain
 from hspark.drafters import DSparkDrafter, NgramDrafter
 from hspark.drafters.base import Drafter
 from hspark.drafters.causal_lm import CausalLMDrafter
@@ -27,7 +26,7 @@ from hspark.memory import free_memory
 from hspark.policy import LinearCost, choose_budget, policy
 from hspark.profiling import Runner
 from hspark.rows import new_rows
-from hspark.step import DecodeStep
+from hspark.step import DecodeStep, StepFunctions
 from hspark.target import CausalTarget
 from hspark.verify import verifier
 
@@ -172,10 +171,8 @@ class Scale:
         target.set_taps(tuple(tap for part in step.drafters for tap in part.taps))
         state = new_rows(rows, length, self.device)
         state.tokens.copy_(torch.randint(0, self.vocab, state.tokens.shape, device=self.device))
-        tokens = torch.randint(0, self.vocab, (rows, step.width), device=self.device)
-        full = torch.ones(rows, step.width, device=self.device)
-        chain = Chain.build(tokens, torch.full_like(state.length, step.width), full, source=SOURCE_TARGET)
-        run = Runner(step, state, torch.ones_like(state.running), chain, min(context, length - step.width - 2))
+        filled = min(context, length - step.width - 2)
+        run = Runner(step, StepFunctions.of(step), state, filled, padded=self.device.type != "cpu")
         try:
             return self._median(partial(run, rows * (1 + slots)))
         finally:

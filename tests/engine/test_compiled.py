@@ -11,7 +11,7 @@ import torch
 
 from hspark import HybridSpeculator, SamplingParams
 from hspark.drafters.causal_lm import CausalLMDrafter
-from hspark.policy import LinearCost
+from hspark.policy import LinearCost, StepCostTable
 from hspark.rows import packed_sizes
 from tests.tiny import tiny_llama, tiny_qwen3
 
@@ -52,33 +52,53 @@ def noted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> set[Any]:
     return results
 
 
-def test_one_variant_for_each_padded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compilations are counted at the backend: as many as shapes occurred, and none for work seen before."""
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The graphs that reach the compiler, which runs them as they are."""
     torch._dynamo.reset()
-    graphs: list[Any] = []
+    seen: list[Any] = []
 
     def backend(graph: Any, _inputs: Any) -> Any:
-        graphs.append(graph)
+        seen.append(graph)
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    speculator = HybridSpeculator(
-        tiny_llama(0),
-        drafter=CausalLMDrafter(tiny_qwen3(1), length=3),
-        cost=LinearCost(0.05, 0.001),
-        max_length=64,
-        compile="step",
-    )
-    engine = speculator.engine
+    return seen
+
+
+def speculator(**options: Any) -> HybridSpeculator:
+    drafter = CausalLMDrafter(tiny_qwen3(1), length=3)
+    return HybridSpeculator(tiny_llama(0), drafter=drafter, compile="step", **options)
+
+
+def test_sizes_are_symbols(monkeypatch: pytest.MonkeyPatch, graphs: list[Any]) -> None:
+    """A few graphs serve all padded sizes and contexts, and none is made for work seen before."""
+    hybrid = speculator(cost=LinearCost(0.05, 0.001), max_length=256)
+    engine = hybrid.engine
     shapes = noted(monkeypatch, engine.sizing, "shape")
-    contexts = noted(monkeypatch, engine.sizing, "context")
-    params = SamplingParams(max_new_tokens=12, seed=3, temperature=0.7)
-    speculator.generate(PROMPTS, params)
+    prompts = [*PROMPTS, [9, 4] * 6, [3] * 70]
+    params = [SamplingParams(max_new_tokens=20 * i + 5, seed=3, temperature=0.7) for i in range(len(prompts))]
+    hybrid.generate(prompts, params)
     assert {shape.size for shape in shapes} <= set(packed_sizes(4, engine.device_step.width))
-    assert len(graphs) <= len(shapes) + len(contexts) + 1  # verifications, drafts, the allocation
+    assert len(shapes) >= 8
+    # Drafts and verifications of one query or more, each once for the first size and once for all others; allocation.
+    assert len(graphs) <= 7
     warm = len(graphs)
-    speculator.generate(PROMPTS, params)
+    hybrid.generate(prompts, params)
     assert len(graphs) == warm
+
+
+def test_measuring_costs_leaves_nothing_to_compile(graphs: list[Any]) -> None:
+    """Costs are measured on the functions that will run, in the sizes that will occur; greedy steps start warm."""
+    hybrid = speculator(max_length=256, max_batch_size=2)
+    assert isinstance(hybrid.cost, StepCostTable)
+    assert hybrid.cost.sizes == list(packed_sizes(2, hybrid.engine.device_step.width))
+    warm = len(graphs)
+    assert 0 < warm <= 7
+    outputs = hybrid.generate([*PROMPTS, [3] * 70], SamplingParams(max_new_tokens=30))
+    assert all(output.finish_reason == "length" for output in outputs)
+    assert len(graphs) == warm
+    assert hybrid.engine.draft_failures == 0
 
 
 def test_padded_sizes_cover_every_step() -> None:
