@@ -67,8 +67,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def speculator(**options: Any) -> HybridSpeculator:
-    drafter = CausalLMDrafter(tiny_qwen3(1), length=3)
-    return HybridSpeculator(tiny_llama(0), drafter=drafter, compile="step", **options)
+    small = tiny_qwen3(1, num_hidden_layers=1, layer_types=["full_attention"])
+    target = tiny_llama(0, num_hidden_layers=1)
+    return HybridSpeculator(target, drafter=CausalLMDrafter(small, length=3), compile="step", **options)
 
 
 def test_sizes_are_symbols(monkeypatch: pytest.MonkeyPatch, graphs: list[Any]) -> None:
