@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import shutil
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from hspark import HybridSpeculator, SamplingParams
 from hspark.drafters.causal_lm import CausalLMDrafter
+from hspark.drafters.ngram import match
 from hspark.policy import LinearCost, StepCostTable
 from hspark.rows import packed_sizes
 from tests.tiny import tiny_llama, tiny_qwen3
@@ -100,6 +102,20 @@ def test_measuring_costs_leaves_nothing_to_compile(graphs: list[Any]) -> None:
     assert all(output.finish_reason == "length" for output in outputs)
     assert len(graphs) == warm
     assert hybrid.engine.draft_failures == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_the_real_compiler_takes_the_scan() -> None:
+    """Inductor lowers fewer operators than the stand-ins above: the n-gram scan, at sizes known and symbolic."""
+    torch._dynamo.reset()
+    compiled = torch.compile(match, fullgraph=True)
+    tokens = torch.randint(0, 3, (2, 97), generator=torch.Generator().manual_seed(0))
+    length = torch.tensor([40, 60])
+    for limit in (64, 80, 96):
+        found = [scan(tokens, length, context_limit=limit) for scan in (match, compiled)]
+        for eager, graph in zip(*found, strict=True):
+            assert torch.equal(eager, graph)
 
 
 def test_padded_sizes_cover_every_step() -> None:
