@@ -20,21 +20,6 @@ from tests.tiny import VOCAB, tiny_gemma4, tiny_llama, tiny_qwen3
 PROMPTS = [[1, 2, 3] * 5, [5] * 20, [7], [9, 4] * 6, [1, 2, 3, 4] * 3]
 
 
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The graphs that reach the compiler, which runs them as they are."""
-    torch._dynamo.reset()
-    seen: list[Any] = []
-
-    def backend(graph: Any, _inputs: Any) -> Any:
-        seen.append(graph)
-        return graph.forward
-
-    plain = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options=None, **kwargs: plain(f, backend=backend, **kwargs))
-    return seen
-
-
 def speculator(model: Any, compiled: bool, rows: int, policy: str = "proposed") -> HybridSpeculator:
     drafter = None if policy == "vanilla" else CausalLMDrafter(tiny_qwen3(1), length=3)
     cost = LinearCost(0.05, 0.001)

@@ -54,20 +54,6 @@ def noted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> set[Any]:
     return results
 
 
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The graphs that reach the compiler, which runs them as they are."""
-    torch._dynamo.reset()
-    seen: list[Any] = []
-
-    def backend(graph: Any, _inputs: Any) -> Any:
-        seen.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    return seen
-
-
 def speculator(**options: Any) -> HybridSpeculator:
     small = tiny_qwen3(1, num_hidden_layers=1, layer_types=["full_attention"])
     target = tiny_llama(0, num_hidden_layers=1)
