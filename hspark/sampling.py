@@ -24,6 +24,8 @@ STREAM_COUPLED, STREAM_DRAFT, STREAM_ACCEPT, STREAM_RECOVER = 0, 1, 2, 3
 SLOTS_PER_ANCHOR = 1024
 # Most probable tokens among which a CPU looks for the last one that top-k, top-p and min-p keep.
 RANKED = 1024
+# Elements of a row whose largest a CPU finds at a time, at most; vocabularies are multiples of a good part of it.
+ARGMAX_BLOCK = 512
 # Elements of noise that a CPU works out at a time.
 CACHED_ELEMENTS = 1 << 16
 
@@ -89,9 +91,18 @@ class TokenCounts(NamedTuple):
 def argmax(scores: Tensor) -> Tensor:
     """int64 [...]: index of the largest of scores [..., V], the lowest index among equals. NaN counts as largest.
 
-    On a CPU `max` is several times faster than `argmax` and returns the same index.
+    On a CPU `max` is several times faster than `argmax` and returns the same index, and finding the block that holds
+    the largest first takes half the time of `max`, as no index has to be carried along.
     """
-    return scores.max(dim=-1).indices if scores.device.type == "cpu" else scores.argmax(dim=-1)
+    if scores.device.type != "cpu":
+        return scores.argmax(dim=-1)
+    block = math.gcd(scores.shape[-1], ARGMAX_BLOCK)
+    if block < ARGMAX_BLOCK // 4 or scores.shape[-1] == block or torch.compiler.is_compiling():
+        return scores.max(dim=-1).indices
+    blocks = scores.unflatten(-1, (-1, block))
+    first = blocks.amax(dim=-1).max(dim=-1).indices
+    within = blocks.take_along_dim(first[..., None, None], dim=-2).squeeze(-2)
+    return first * block + within.max(dim=-1).indices
 
 
 def process_logits(logits: Tensor, state: SamplingState, mode: SamplingMode, counts: TokenCounts | None) -> Tensor:

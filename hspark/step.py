@@ -17,7 +17,7 @@ from hspark.drafters.base import Drafter
 from hspark.policy import Policy, allocate
 from hspark.sampling import SamplingMode, TokenCounts, process_logits, target_log_probs
 from hspark.target import CausalTarget
-from hspark.verify import Seeds, Verdict, Verifier, pack
+from hspark.verify import Layout, Seeds, Verdict, Verifier, pack
 
 
 class Shape(NamedTuple):
@@ -141,15 +141,10 @@ class DecodeStep:
         if features is not None:
             dump = torch.where(layout.valid, position, self.target.max_length)
             self.observe(features, layout.row, dump)
-        state = rows.sampling.take(layout.row)
-        counts = count_tokens(rows, chain, layout.row, layout.offset, logits.shape[-1]) if mode.penalties else None
-        if mode.sampled:
-            law = target_log_probs(logits, state, mode, counts)
-        else:  # only the order of the logits matters
-            law = process_logits(logits, state, mode, counts) if mode.penalties or mode.bias else logits
+        law = slot_law(logits, rows, chain, layout, mode)
         seeds = Seeds(rows.sampling.seed, anchor)
         verdict = self.verifier(law, layout, chain, kept, seeds, greedy=not mode.sampled)
-        broken = ~logits.amax(dim=-1).isfinite() & layout.valid
+        broken = broken_slots(logits, law, verdict.emitted) & layout.valid
         failed = torch.zeros_like(anchor).index_add(0, layout.row, broken.to(anchor.dtype)) > 0
         tokens, count = commit(rows, chain, verdict, running)
         slots = torch.arange(chain.width + 1, device=count.device)
@@ -190,6 +185,28 @@ class StepFunctions(NamedTuple):
 def active(rows: RowState) -> Tensor:
     """bool [R]: rows that still emit. A row at its limit stops by itself, even before the host has seen it."""
     return rows.running & (rows.length < rows.limit)
+
+
+def slot_law(logits: Tensor, rows: RowState, chain: Chain, layout: Layout, mode: SamplingMode) -> Tensor:
+    """The processed law after each packed slot, from its logits [T, V]; where every row is greedy, any scores [T, V]
+    of the same order."""
+    if not (mode.sampled or mode.penalties or mode.bias):
+        return logits
+    state = rows.sampling.take(layout.row)
+    counts = count_tokens(rows, chain, layout.row, layout.offset, logits.shape[-1]) if mode.penalties else None
+    return (target_log_probs if mode.sampled else process_logits)(logits, state, mode, counts)
+
+
+def broken_slots(logits: Tensor, law: Tensor, emitted: Tensor | None) -> Tensor:
+    """bool [T]: slots whose logits [T, V] hold NaN or infinity; minus infinity alone bans a token, and is none.
+
+    emitted: int64 [T] where the law [T, V] is largest, up to noise, or None. NaN and infinity are larger than any
+    number, and make NaN of a softmax: they show there, and nobody has to look at the vocabulary again.
+    """
+    if emitted is None:
+        return ~logits.amax(dim=-1).isfinite()
+    scores = logits.gather(1, emitted[:, None]) + law.gather(1, emitted[:, None])
+    return ~scores[:, 0].isfinite()
 
 
 def commit(rows: RowState, chain: Chain, verdict: Verdict, running: Tensor) -> tuple[Tensor, Tensor]:

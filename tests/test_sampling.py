@@ -213,7 +213,7 @@ def test_greedy_is_the_lowest_id_among_the_best(values: list[int], temperature: 
 def test_argmax_is_the_lowest_of_equals_at_any_width(dtype: torch.dtype) -> None:
     """Ties that lie in different lanes of a vectorised reduction included; a NaN counts as the largest."""
     generator = torch.Generator().manual_seed(0)
-    for width in (1, 7, 64, 1000, 49_152):
+    for width in (1, 7, 64, 512, 640, 1000, 49_152, 151_936):
         scores = torch.randint(-3, 2, (20, width), generator=generator).to(dtype)
         for row, found in zip(scores.tolist(), argmax(scores).tolist(), strict=True):
             assert found == row.index(max(row))

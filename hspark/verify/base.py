@@ -23,10 +23,15 @@ class Seeds(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """accepted: int64 [B] draft tokens accepted, 0..kept. token: int64 [B] the recovered or bonus token after them."""
+    """accepted: int64 [B] draft tokens accepted, 0..kept. token: int64 [B] the recovered or bonus token after them.
+
+    emitted: int64 [T] the target's own token after each packed slot, from a verifier for which that is one token
+    whatever was drafted; None from others.
+    """
 
     accepted: Tensor
     token: Tensor
+    emitted: Tensor | None = None
 
 
 class Verifier(Protocol):
@@ -54,7 +59,7 @@ def match_prefix(emitted: Tensor, layout: Layout, chain: Chain, kept: Tensor) ->
     by_slot = emitted[layout.index]  # [B, W + 1]
     agreed = (by_slot[:, :-1] == chain.tokens) & open_slots(chain, kept)
     accepted = count_prefix(agreed)
-    return Verdict(accepted, by_slot.gather(1, accepted[:, None])[:, 0])
+    return Verdict(accepted, by_slot.gather(1, accepted[:, None])[:, 0], emitted)
 
 
 def open_slots(chain: Chain, kept: Tensor) -> Tensor:

@@ -57,6 +57,31 @@ def test_one_row_fails_alone(value: float, temperature: float, width: int, run_a
 
 
 @RUN_AHEAD
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_sampled_row_fails_alone_under_rejection(value: float, run_ahead: int) -> None:
+    """No slot has one token of its own there, so all logits are looked at."""
+    params = SamplingParams(max_new_tokens=20, temperature=0.8, seed=4)
+    bad, good = (1, 2, 3), (4, 5)
+    target = ScriptedTarget(breaking(random_law(V), bad, 3, value), V, rows=2)
+    drafter = PatternDrafter({bad: [0] * 20, good: [0] * 20}, V, width=3)
+    engine = build_engine(target, free=drafter, budget="all", run_ahead=run_ahead, verify="rejection")
+    failed, fine = serve(engine, [(bad, params), (good, params)])
+    assert (failed.finish_reason, len(failed.token_ids)) == ("error", 3)
+    assert (fine.finish_reason, len(fine.token_ids)) == ("length", 20)
+
+
+@RUN_AHEAD
+def test_a_row_of_minus_infinity_alone_is_an_error(run_ahead: int) -> None:
+    """Nothing is left to be emitted."""
+    law = random_law(V)
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_new_tokens=14, temperature=temperature, seed=4)
+        target = ScriptedTarget(lambda prefix: law(prefix) - (math.inf if len(prefix) == 6 else 0.0), V)
+        (output,) = serve(build_engine(target, budget="all", run_ahead=run_ahead), [((1, 2, 3), params)])
+        assert (output.finish_reason, len(output.token_ids)) == ("error", 3)
+
+
+@RUN_AHEAD
 def test_minus_infinity_is_a_ban_and_no_error(run_ahead: int) -> None:
     law = random_law(V)
     target = ScriptedTarget(breaking(law, (1, 2, 3), 3, -math.inf), V, rows=2)
