@@ -1,69 +1,19 @@
-"""Reading DSpark checkpoints from disk: files, tensors, tables, maps, and whether they fit the target."""
+"""Reading DSpark checkpoints from disk: files, tensors, tables, and where they are looked for."""
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hspark.drafters.checkpoint import CheckpointError, TargetMismatchError, open_checkpoint
-from hspark.drafters.dspark import DSparkDrafter
+from hspark.drafters.checkpoint import CheckpointError, open_checkpoint
 from hspark.drafters.dspark_model import DSparkModel
 from hspark.drafters.known import PUBLISHED, known_drafter
-from hspark.drafters.layouts import ConfigError
-from tests.drafters.dspark_cases import (
-    GREEDY,
-    bound,
-    feed,
-    random_model,
-    rows_of,
-    save_model,
-    target_info,
-    tiny_config,
-)
-
-MODEL = random_model(tiny_config())
-REDUCED = random_model(tiny_config(draft_vocab_size=25, anchor_first=False))
-TEXT = [1, 5, 9, 13, 2, 7, 7, 30]
-
-
-def drafts(source: Any, **options: Any) -> list[int]:
-    drafter = bound(source, **options)
-    feed(drafter, 0, TEXT[:-1])
-    return drafter.propose(rows_of([TEXT]), GREEDY).tokens[0].tolist()
-
-
-def edit_tensors(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(path / "model.safetensors")
-    edit(tensors)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, path / "model.safetensors")
-
-
-def edit_config(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    values = json.loads((path / "config.json").read_text())
-    edit(values)
-    (path / "config.json").write_text(json.dumps(values))
-
-
-def shard(path: Path) -> None:
-    """Splits model.safetensors in three, with an index."""
-    tensors = load_file(path / "model.safetensors")
-    (path / "model.safetensors").unlink()
-    weight_map: dict[str, str] = {}
-    for number in range(3):
-        file = f"model-{number + 1:05d}-of-00003.safetensors"
-        part = {name: t for i, (name, t) in enumerate(sorted(tensors.items())) if i % 3 == number}
-        save_file(part, path / file)
-        weight_map |= dict.fromkeys(part, file)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
+from tests.drafters.checkpoint_files import MODEL, REDUCED, drafts, edit_tensors, shard
+from tests.drafters.dspark_cases import random_model, save_model, target_info, tiny_config
 
 # ---- what loads ------------------------------------------------------------------------------------------------------
 
@@ -154,175 +104,6 @@ def test_rope_frequencies_survive_a_cast() -> None:
     model = random_model(tiny_config())
     exact = model.rotary.inv_freq.clone()
     assert torch.equal(model.to(torch.bfloat16).rotary.inv_freq, exact)
-
-
-# ---- what does not ---------------------------------------------------------------------------------------------------
-
-
-def damaged(path: Path, what: str) -> None:
-    """One kind of damage to a good checkpoint."""
-    weights = path / "model.safetensors"
-
-    def with_tensors(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[], None]:
-        return lambda: edit_tensors(path, edit)
-
-    damages: dict[str, Callable[[], object]] = {
-        "shape": with_tensors(lambda t: t.update({"fc.weight": torch.zeros(16, 31)})),
-        "missing": with_tensors(lambda t: t.pop("layers.1.mlp.up_proj.weight")),
-        "unexpected": with_tensors(lambda t: t.update({"layers.2.mlp.up_proj.weight": torch.zeros(1)})),
-        "integer": with_tensors(lambda t: t.update({"norm.weight": torch.ones(16, dtype=torch.int8)})),
-        "truncated": lambda: weights.write_bytes(weights.read_bytes()[:-100]),
-        "empty": lambda: weights.write_bytes(b""),
-        "no weights": weights.unlink,
-        "no config": (path / "config.json").unlink,
-        "not json": lambda: (path / "config.json").write_text('{"hidden_size": 16,'),
-        "json list": lambda: (path / "config.json").write_text("[]"),
-    }
-    damages[what]()
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("shape", r"model\.safetensors: fc\.weight has shape \[16, 31\]; expected \[16, 32\]"),
-        ("missing", r"missing tensors: layers\.1\.mlp\.up_proj\.weight \[24, 16\]"),
-        ("unexpected", r"does not account for: layers\.2\.mlp\.up_proj\.weight"),
-        ("integer", r"model\.safetensors: norm\.weight is stored as I8; expected F64, F32, F16, BF16"),
-        ("truncated", r"model\.safetensors: not a complete safetensors file"),
-        ("empty", r"model\.safetensors: not a complete safetensors file"),
-        ("no weights", r"model\.safetensors does not exist.*the directory holds config\.json"),
-        ("no config", r"config\.json does not exist"),
-        ("not json", r"config\.json: not valid JSON"),
-        ("json list", r"config\.json: holds list; expected an object"),
-    ],
-)
-def test_damage_is_named(what: str, message: str, tmp_path: Path) -> None:
-    path = save_model(MODEL, tmp_path)
-    damaged(path, what)
-    with pytest.raises(ValueError, match=message) as error:
-        DSparkDrafter.from_pretrained(path)
-    assert str(tmp_path) in str(error.value)
-
-
-def test_a_lost_shard_and_a_wrong_index_are_named(tmp_path: Path) -> None:
-    path = save_model(MODEL, tmp_path)
-    shard(path)
-    index = path / "model.safetensors.index.json"
-    placed = json.loads(index.read_text())
-    moved = dict(placed, weight_map=placed["weight_map"] | {"fc.weight": "model-00003-of-00003.safetensors"})
-    if placed["weight_map"]["fc.weight"] == "model-00003-of-00003.safetensors":
-        moved["weight_map"]["fc.weight"] = "model-00001-of-00003.safetensors"
-    index.write_text(json.dumps(moved))
-    with pytest.raises(CheckpointError, match=r"names tensors that are not there: fc\.weight in model-0000"):
-        open_checkpoint(path)
-    index.write_text(json.dumps(placed))
-    (path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors does not exist"):
-        open_checkpoint(path)
-    index.write_text("[]")
-    with pytest.raises(CheckpointError, match=r"index\.json: not an index of shards"):
-        open_checkpoint(path)
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda t: t.update({"d2t": t["d2t"][:-1]}), r"d2t has shape \[24\]; expected \[25\]"),
-        (
-            lambda t: t.update({"d2t": t["d2t"] + 20}),
-            r"d2t maps draft tokens to ids \d+\.\.\d+; expected ids in 0\.\.39",
-        ),
-        (lambda t: t.update({"d2t": t["d2t"] - 40}), r"d2t maps draft tokens to ids -\d+"),
-        (lambda t: t.update({"d2t": -torch.arange(25)}), r"several draft tokens to one id"),
-        (lambda t: t.update({"t2d": ~t["t2d"]}), r"t2d and d2t disagree"),
-        (lambda t: (t.pop("d2t"), t["t2d"].fill_(True)), r"t2d marks 40 tokens; expected 25"),
-        (lambda t: (t.pop("d2t"), t.pop("t2d")), r"missing tensors: d2t \[25\]"),
-    ],
-)
-def test_vocabulary_maps_are_checked(edit: Callable[..., Any], message: str, tmp_path: Path) -> None:
-    path = save_model(REDUCED, tmp_path, "speculators")
-    edit_tensors(path, edit)
-    with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(path)
-
-
-@pytest.mark.parametrize("drop", ["d2t", "t2d"])
-def test_one_of_the_two_maps_is_enough(drop: str, tmp_path: Path) -> None:
-    path = save_model(REDUCED, tmp_path, "speculators", drop=(drop,))
-    assert drafts(path) == drafts(REDUCED)
-
-
-def test_a_map_beside_a_whole_vocabulary_must_be_the_identity(tmp_path: Path) -> None:
-    path = save_model(MODEL, tmp_path)
-    identity = {"d2t": torch.zeros(40, dtype=torch.int64), "t2d": torch.ones(40, dtype=torch.bool)}
-    edit_tensors(path, lambda tensors: tensors.update(identity))
-    assert drafts(path) == drafts(MODEL)
-    edit_tensors(path, lambda tensors: tensors["d2t"].fill_(1))
-    with pytest.raises(CheckpointError, match="d2t is not zero"):
-        open_checkpoint(path)
-
-
-# ---- whether it fits the target --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": 32}, r"hidden_size=16, target 'tiny' has 32"),
-        ({"num_layers": 6}, r"num_target_layers=4, target 'tiny' has 6"),
-        ({"vocab_size": 5000}, r"vocab_size=40, target 'tiny' has 5000; they may differ by padding"),
-    ],
-)
-def test_a_drafter_for_another_target_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    config = MODEL.config
-    with pytest.raises(TargetMismatchError, match=message) as error:
-        bound(save_model(MODEL, tmp_path), target=target_info(config, **changes))
-    assert str(tmp_path) in str(error.value)
-    with pytest.raises(TargetMismatchError, match=message):
-        bound(MODEL, target=target_info(config, **changes))
-
-
-def test_taps_beyond_the_target_are_refused(tmp_path: Path) -> None:
-    path = save_model(MODEL, tmp_path, num_target_layers=None)
-    with pytest.raises(TargetMismatchError, match=r"taps=\[0, 2\], target 'tiny' has layers 0\.\.1"):
-        bound(path, target=target_info(MODEL.config, num_layers=2))
-
-
-def test_taps_on_the_final_layer_are_refused(tmp_path: Path) -> None:
-    """By the file's own word when it knows the depth, else when it meets the target."""
-    path = save_model(MODEL, tmp_path, num_target_layers=3)
-    message = r"target_layer_ids is \[0, 2\]; expected layers below the final one \(2\)"
-    with pytest.raises(ConfigError, match=message):
-        open_checkpoint(path)
-    edit_config(path, lambda values: values.pop("num_target_layers"))
-    with pytest.raises(ConfigError, match=message):
-        bound(path, target=target_info(MODEL.config, num_layers=3))
-
-
-def test_missing_tables_need_a_target_that_has_them(tmp_path: Path) -> None:
-    path = save_model(MODEL, tmp_path, drop=("lm_head.weight",))
-    with pytest.raises(
-        TargetMismatchError, match=r"lm_head\.weight is not stored, and target 'tiny' has no plain table"
-    ):
-        bound(path)
-    small = target_info(MODEL.config, tables=True, vocab_size=36)
-    with pytest.raises(
-        TargetMismatchError, match=r"lm_head\.weight is not stored.*has 36 rows; expected at least vocab_size=40"
-    ):
-        bound(path, target=small)
-    bare = open_checkpoint(path).load()
-    with pytest.raises(ValueError, match="lm_head is missing"):
-        bare.base_logits(torch.zeros(1, 16))
-
-
-def test_a_drafter_made_for_another_name_draws_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    about = {"verifier": {"name_or_path": "maker/Model-8B"}, "proposal_methods": [{"speculative_tokens": 5}]}
-    path = save_model(MODEL, tmp_path, "speculators", speculators_config=about)
-    with caplog.at_level(logging.WARNING):
-        bound(path, target=target_info(MODEL.config, name="elsewhere/model-8b"))
-        assert not caplog.records
-        bound(path, target=target_info(MODEL.config, name="other"))
-    assert "made for maker/Model-8B and drafts for other" in caplog.text
 
 
 # ---- where it is looked for ------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hspark.drafters.dspark_config import DSparkConfig
 from hspark.drafters.layouts import ConfigError, read_config
 from hspark.drafters.rope import RopeConfig
+from tests.drafters.checkpoint_files import drafts
 from tests.drafters.dspark_cases import VECTORS, random_model, save_model, tiny_config
-from tests.drafters.test_checkpoint import drafts
 
 DEEPSPEC = tiny_config().to_dict("deepspec")
 SPECULATORS = tiny_config(windows=(8, None), draft_vocab_size=25).to_dict("speculators")

@@ -15,35 +15,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hspark.config import SamplingParams
-from hspark.lab.arms import PEERS, ArmSpec, PeerArm, parse_arm, plain_copy
+from hspark.lab.arms import PEERS
 from hspark.lab.bench import encode_samples, make_groups, run_bench
 from hspark.lab.bench_report import BenchReport
 from hspark.lab.bench_settings import BenchSettings
 from hspark.lab.observer import Observer
 from hspark.lab.runs import BenchPrompt, GroupRun
 from hspark.lab.workloads import Sample
-from hspark.models import LoadedTarget
-from hspark.policy import LinearCost, policy_names
+from tests.lab.bench_cases import COST, random_prompts, tiny_target
 from tests.saved_target import load_tiny_target, save_tiny_target
-from tests.tiny import VOCAB, plain_logits, tiny_llama
+from tests.tiny import plain_logits, tiny_llama
 from tests.toy_tokenizer import toy_tokenizer
-
-COST = LinearCost(1.0, 0.05)
-
-
-def tiny_target(**changes: Any) -> LoadedTarget:
-    return LoadedTarget("tiny", tiny_llama(**changes), None, (), None)
-
-
-def random_prompts(count: int, seed: int = 0) -> list[BenchPrompt]:
-    """Alternating kinds, different lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    kinds = ["edit", "chat"]
-    return [
-        BenchPrompt(f"p{i}", kinds[i % 2], torch.randint(0, VOCAB, (5 + i,), generator=generator).tolist())
-        for i in range(count)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -242,82 +224,6 @@ def test_groups_partition_the_prompts_by_kind(kinds: list[str], size: int) -> No
         assert len(sizes) == math.ceil(kinds.count(kind) / size)
 
 
-def test_plain_copy_shares_weights_and_survives_the_takeover() -> None:
-    target = tiny_target()
-    plain = plain_copy(target.model)
-    for own, shared in zip(target.model.parameters(), plain.parameters(), strict=True):
-        assert own is shared
-    before = plain_logits(plain, torch.arange(9))
-    run_bench(target, random_prompts(1), BenchSettings(max_new_tokens=2, cost=COST))
-    model: Any = target.model
-    assert model.get_input_embeddings().weight is plain.get_input_embeddings().weight
-    assert torch.equal(plain_logits(plain, torch.arange(9)), before)
-
-
-def test_peer_ends_where_the_engine_would() -> None:
-    """The peers honour the same end-of-sequence ids and the same limit, and say how long the prompt took."""
-    plain = plain_copy(tiny_llama())
-    prompt = random_prompts(1)[0].token_ids
-    free = PeerArm(ArmSpec("transformers", None), plain, ()).run([prompt], [SamplingParams(max_new_tokens=12)])
-    tokens = free.token_ids[0]
-    assert len(tokens) == 12
-    eos = tokens[5]
-    for name, lookup in PEERS.items():
-        arm = PeerArm(ArmSpec(name, None, lookup_tokens=lookup), plain, (eos,))
-        stopped = arm.run([prompt], [SamplingParams(max_new_tokens=12)])
-        assert stopped.token_ids == [tokens[: tokens.index(eos) + 1]]
-        assert 0 < stopped.prefill_seconds < stopped.seconds
-        assert 0 < stopped.decode_tokens < stopped.tokens
-        on = arm.run([prompt], [SamplingParams(max_new_tokens=12, ignore_eos=True)])
-        assert on.token_ids == [tokens]
-
-
-def test_arm_names() -> None:
-    assert parse_arm(" vanilla ") == ArmSpec("vanilla", "vanilla")
-    assert parse_arm("ngram_only:all") == ArmSpec("ngram_only:all", "ngram_only", "all")
-    assert parse_arm("proposed:8").budget == 8
-    assert parse_arm("transformers-lookup") == ArmSpec("transformers-lookup", None, lookup_tokens=10)
-    assert not any(parse_arm(name).is_peer for name in policy_names())
-    for name in ("ngram", "", "ngram_only:", "transformers:all"):
-        with pytest.raises(ValueError, match=r"is unknown; use one of 'proposed'.*'transformers-lookup'"):
-            parse_arm(name)
-    with pytest.raises(ValueError, match="budget='most' is unknown; use 'adaptive', 'all'"):
-        parse_arm("ngram_only:most")
-    with pytest.raises(ValueError, match="takes no budget; use 'vanilla'"):
-        parse_arm("vanilla:4")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"arms": ()}, "arms is empty"),
-        ({"arms": ("ngram_only", "ngram_only")}, "names one twice"),
-        ({"batch_sizes": ()}, "batch_sizes=.* is empty"),
-        ({"batch_sizes": (0,)}, "batch_sizes holds 0"),
-        ({"repeats": 0}, "repeats holds 0"),
-        ({"group_size": -1}, "group_size holds -1"),
-        ({"arms": ("transformers",), "batch_sizes": (4,)}, "arm='transformers' runs at batch size 1 only"),
-        ({"arms": ("model_only",)}, "arm='model_only' needs a model drafter"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0 is out of range"),
-        ({"temperature": math.nan}, "temperature=nan"),
-        ({"seed": -1}, "seed=-1"),
-        ({"verify": "hope"}, "verify='hope' is not a verifier; use one of"),
-        ({"drafting": "wild"}, "drafting='wild' is unknown"),
-        ({"estimator": "none-such"}, "estimator='none-such' is neither a file nor a preset"),
-        ({"cost": "/no/such/file"}, "cost file '/no/such/file' cannot be read"),
-        ({"budget_delay": -1}, "budget_delay=-1"),
-    ],
-)
-def test_settings_are_checked_before_anything_is_loaded(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BenchSettings(**changes)
-
-
-def test_vanilla_is_always_measured() -> None:
-    assert BenchSettings(arms=("ngram_only",)).arms == ("vanilla", "ngram_only")
-    assert BenchSettings(arms=("ngram_only", "vanilla")).arms == ("ngram_only", "vanilla")
-
-
 def test_prompts_that_do_not_fit_are_refused_by_name() -> None:
     target = tiny_target(max_position_embeddings=32)
     settings = BenchSettings(max_new_tokens=24, cost=COST)
@@ -342,62 +248,3 @@ def test_samples_go_through_the_chat_template(tmp_path: Path) -> None:
     assert toy_tokenizer().decode(encode_samples(samples, plain)[0].token_ids) == "abc"
     with pytest.raises(ValueError, match="model 'tiny' has no tokenizer"):
         encode_samples(samples, tiny_target())
-
-
-class Interrupt(Observer):
-    """Ctrl-C when an arm begins for the `at`-th time."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def begin(self, arm: str, batch_size: int, prompts: Sequence[BenchPrompt]) -> None:
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize(
-    ("at", "sizes", "requests", "note"),
-    [
-        (6, [1], [2], "of batch size 1 are reported 2 of 3 requests and 1 of 2 repeats"),
-        (9, [1], [3], "of batch size 1 are reported 3 of 3 requests and 1 of 2 repeats"),
-        (13, [1], [6], "of batch size 2 are reported 0 of 3 requests"),
-        (17, [1, 2], [6, 2], "of batch size 2 are reported 2 of 3 requests and 1 of 2 repeats"),
-    ],
-)
-def test_an_interrupt_keeps_what_every_arm_has_run(at: int, sizes: list[int], requests: list[int], note: str) -> None:
-    """Two arms, three groups of one prompt, two repeats: 12 runs at each batch size."""
-    prompts = random_prompts(3)
-    settings = BenchSettings(
-        arms=("vanilla", "ngram_only"), batch_sizes=(1, 2), repeats=2, max_new_tokens=4, group_size=1, cost=COST
-    )
-    report = run_bench(tiny_target(), prompts, settings, observer=Interrupt(at))
-    assert [batch.batch_size for batch in report.batches] == sizes
-    for batch, count in zip(report.batches, requests, strict=True):
-        assert {arm.requests for arm in batch.arms} == {count}
-        assert {len(repeat) for runs in batch.runs["runs"].values() for repeat in runs} == {len(batch.runs["groups"])}
-    assert note in report.header["notes"][-1]
-
-
-def test_an_interrupt_before_anything_is_one() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        run_bench(tiny_target(), random_prompts(2), BenchSettings(max_new_tokens=4, cost=COST), observer=Interrupt(1))
-
-
-def test_an_interrupt_after_an_arm_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first arm fails in the third group, before the interrupt in it: what the other one ran is kept."""
-    calls = Counter[str]()
-
-    def run(self: PeerArm, *_: Any) -> GroupRun:
-        calls["run"] += 1
-        if calls["run"] == 4:  # after the warm-up and two groups
-            raise RuntimeError("broken")
-        return GroupRun([[1]], 1.0, 0.1, 1)
-
-    monkeypatch.setattr(PeerArm, "run", run)
-    settings = BenchSettings(arms=("transformers", "vanilla"), max_new_tokens=4, cost=COST)
-    report = run_bench(tiny_target(), random_prompts(3), settings, observer=Interrupt(6))
-    assert [(arm.name, arm.requests) for arm in report.batches[0].arms] == [("vanilla", 2)]
-    failed, interrupted = report.header["notes"]
-    assert "transformers failed on group 2" in failed
-    assert "of batch size 1 are reported 2 of 3 requests" in interrupted

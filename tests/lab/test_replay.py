@@ -11,7 +11,7 @@ from hspark.drafters import NgramDrafter
 from hspark.lab import replay
 from hspark.lab.outputs import RecordedOutput
 from hspark.lab.replay import NgramReplay, replay_ngram
-from tests.drafters.test_ngram import Expected, Settings, slow_match
+from tests.drafters.ngram_cases import Expected, Settings, slow_match
 
 
 def slow_replay(outputs: list[RecordedOutput], settings: Settings, visit: str) -> tuple[list[tuple[int, ...]], int]:

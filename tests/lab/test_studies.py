@@ -3,64 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from hspark.lab.editing import output_distance
 from hspark.lab.simulate import simulate
 from hspark.lab.simulation import Staleness
-from hspark.lab.studies import STUDIES, Lab, LeftOutError, StudyOptions, run_study
+from hspark.lab.studies import STUDIES, LeftOutError, run_study
 from hspark.lab.studies.edit_distance import merged_buckets
-from hspark.lab.studies.fits import REMOVABLE, fit_table, graded_steps
+from hspark.lab.studies.fits import REMOVABLE, graded_steps
 from hspark.lab.studies.published import published
-from hspark.lab.studies.serving import load, serve, warm_up
 from hspark.lab.studies.simulator import exponent
 from hspark.lab.studies.staleness import measure
-from hspark.lab.studies.statistics import Bootstrap, interval, mean_interval
 from hspark.lab.study import STUDY_ORDER, Study
-from hspark.policy import AcceptanceEstimator, LinearCost
+from hspark.policy import AcceptanceEstimator
 from hspark.policy.fitting import calibration_error, log_loss_per_step
+from tests.lab.made_studies import COST, lab, made, rows, words
 from tests.lab.made_table import made_table
-
-COST = LinearCost({2: 1.0, 6: 1.1}, {2: 0.02, 6: 0.06})
-SETTINGS: dict[str, Any] = {
-    "cost": COST,
-    "batch_sizes": (2, 6),
-    "row_steps": 300,
-    "seeds": 3,
-    "resamples": 40,
-    "overhead": {"never_choose": {"value": 0.97, "low": 0.96, "high": 0.98}},
-}
-
-
-def words(ids: Any) -> str:
-    return " ".join(map(str, ids))
-
-
-@functools.cache
-def lab() -> Lab:
-    table = made_table()
-    programs = {name: words(out.prompt_token_ids) for name, out in zip(table.task_ids, table.recorded(), strict=True)}
-    sampled = made_table(8, seed=3, temperature=1.0)
-    return Lab(table, StudyOptions(**SETTINGS, programs=programs, decode=words, sampled=sampled))
-
-
-@functools.cache
-def made(name: str) -> Study:
-    return run_study(name, lab(), command=f"hspark lab study {name}")
-
-
-def rows(study: Study, table: int = 0) -> list[dict[str, Any]]:
-    """A table's rows by heading; of headings that occur twice, the first."""
-    columns = study.tables[table].columns
-    return [dict(reversed(list(zip(columns, row, strict=True)))) for row in study.tables[table].rows]
-
 
 # -- all studies -----------------------------------------------------------------------------------------------------
 
@@ -132,25 +95,6 @@ def test_estimator_scores_are_those_of_fitting() -> None:
     right = np.arange(table.model_width) < table.model_accepted[:, None]
     bias = table.model_acceptance[graded].mean() - right[graded].mean()
     assert abs(bias) - 1e-6 <= made("estimator").data["confidence_ece"] < 0.1
-
-
-def test_an_output_is_never_estimated_from_its_own_prompt() -> None:
-    whole = lab()
-    fold = whole.folds == whole.folds[0]
-    assert 0 < fold.sum() < len(fold)
-    others = fit_table(whole.table.select(np.flatnonzero(~fold)))
-    inside = fold[whole.table.output]
-    expected = others(*whole.table.features()).numpy()
-    np.testing.assert_allclose(whole.own[inside], expected[inside], rtol=1e-5)
-    assert not np.allclose(whole.own[~inside], expected[~inside])
-
-
-def test_a_training_table_takes_the_place_of_folds() -> None:
-    train = made_table(10, seed=9)
-    own = Lab(made_table(), StudyOptions(train=train))
-    np.testing.assert_allclose(own.refit(3), fit_table(train, 3)(*own.table.features()).numpy())
-    given = Lab(made_table(), StudyOptions(estimator=AcceptanceEstimator.preset("qwen3-4b")))
-    np.testing.assert_allclose(given.own, AcceptanceEstimator.preset("qwen3-4b")(*own.table.features()).numpy())
 
 
 def test_ladder_throughput_is_relative_to_the_full_estimator() -> None:
@@ -229,51 +173,6 @@ def test_ablations_hold_the_mean_over_orders() -> None:
     assert row["throughput ratio, the paper"] == 0.976
 
 
-@pytest.mark.parametrize("feature", REMOVABLE)
-def test_a_fit_without_a_feature_solves_the_equations_of_the_other_columns(feature: str) -> None:
-    """At the minimum of the penalised log-loss, X.T (estimate - label) + ridge * weights is 0, column by column."""
-    table = made_table()
-    fitted = fit_table(table, without=feature)
-    columns, errors = [], []
-    for n, a, m, accepted, graded in zip(*(column.tolist() for column in graded_steps(table)), strict=True):
-        if n >= 5:
-            exact = fitted.to("cpu", torch.float64)
-            estimate = exact(torch.tensor([n]), torch.tensor([a]), torch.tensor([m]))[0].tolist()
-            for k in range(min(graded, 15)):
-                columns.append(list(_columns(feature, n, a, m, k).values()))
-                errors.append(estimate[k] - float(k < accepted))
-    weights = [getattr(fitted.coefficients, name, 0.0) for name in _columns(feature, 5, 0, 0, 0)]
-    ridge = np.array([0.0 if isinstance(weight, tuple) else weight for weight in weights])
-    assert np.array(columns).T @ np.array(errors) + ridge == pytest.approx(np.zeros(len(ridge)), abs=0.05)
-    zero = {"copy length": "kappa", "match length": "w", "full-match bonus": "l"}
-    if feature in zero:
-        assert getattr(fitted.coefficients, f"{zero[feature]}_rest") == 0.0
-    assert (fitted.coefficients.delta == 0.0) == (feature == "agreement")
-    assert (len(set(fitted.coefficients.beta)) == 1) == (feature == "position intercepts")
-    assert (fitted.coefficients.w_first == fitted.coefficients.w_rest) == (
-        feature in ("first-token terms", "match length")
-    )
-
-
-def _columns(feature: str, n: int, a: int, m: int, k: int) -> dict[str, float]:
-    """What equation 1 multiplies with its coefficients at draft position k (from 0), without those of a feature."""
-    names = {"match length": "w", "full-match bonus": "l", "copy length": "kappa"}
-    full = float(n >= 15)
-    values = {"w": float(n - 5), "l": full, "kappa": full * math.log(max(min(m, 256), 15) / 15)}
-    intercepts = ["beta"] if feature == "position intercepts" else [f"beta {place}" for place in range(15)]
-    found = {name: float(name in ("beta", f"beta {k}")) for name in intercepts}
-    if feature != "agreement":
-        found["delta"] = float(a)
-    for name, value in values.items():
-        if name == names.get(feature):
-            continue
-        if feature == "first-token terms":
-            found[f"{name}_first"] = value  # one coefficient, which both names hold
-        else:
-            found |= {f"{name}_first": value * (k == 0), f"{name}_rest": value * (k > 0)}
-    return found
-
-
 def test_never_choose_reads_its_measurement() -> None:
     study = made("never_choose")
     assert rows(study)[0]["ratio"] == 0.97
@@ -339,110 +238,3 @@ def test_simulator_counts_what_it_does() -> None:
     assert all(row["row-steps"] == row["batch"] * row["steps"] for row in found)
     assert exponent([1, 2, 4], [3.0, 12.0, 48.0]) == pytest.approx(2.0)
     assert exponent([1], [1.0]) is None
-
-
-# -- what they share -------------------------------------------------------------------------------------------------
-
-
-def test_seconds_are_booked_whole_and_by_slots() -> None:
-    own = lab()
-    served = serve(own.ready, "proposed", COST, batch_size=6, row_steps=300, budget_delay=2, seed=1)
-    run = simulate(own.ready, "proposed", COST, batch_size=6, **load(own.ready, 6, 300, 1)).steady(
-        warm_up(own.ready, 2)
-    )
-    assert served.seconds.sum() == pytest.approx(run.seconds.sum())
-    assert served.tokens.sum() == run.tokens.sum()
-    assert served.tokens_per_second == pytest.approx(run.tokens_per_second)
-    assert served.free_share == pytest.approx(run.free_share)
-    np.testing.assert_allclose(served.seconds, 1.1 / 6 + 0.06 * served.slots, rtol=1e-9)
-    assert served.output_tokens.sum() == served.tokens.sum()
-
-
-def test_bootstrap_draws_prompts_whole() -> None:
-    values, groups = np.array([1.0, 2.0, 4.0, 8.0]), np.array([0, 0, 1, 2])
-    draws = Bootstrap(groups, resamples=500)
-    sums = draws.sums(values)
-    assert sums[0] == 15
-    possible = {3 * a + 4 * b + 8 * c for a in range(4) for b in range(4 - a) for c in [3 - a - b]}
-    assert set(sums[1:].tolist()) <= possible
-    assert interval(draws.ratio(values, values)) == (1.0, 1.0, 1.0)
-    assert interval(Bootstrap(np.zeros(4, dtype=int)).sums(values)) == (15.0, None, None)
-
-
-def test_bootstrap_intervals_cover() -> None:
-    """Coverage of the mean of 40 draws over 300 trials. A correct 95% interval by percentiles covers about 93%;
-    fewer than 87% would be off by four standard errors of 1.5%: a false alarm is below 1e-3."""
-    draw = np.random.default_rng(0)
-    covered = []
-    for trial in range(300):
-        data = draw.normal(1.0, 1.0, size=40)
-        boot = Bootstrap(np.arange(40), 200, seed=trial)
-        found = interval(boot.ratio(data, np.ones(40)))
-        assert found.low is not None
-        assert found.high is not None
-        covered.append(found.low <= 1.0 <= found.high)
-    assert 0.87 <= np.mean(covered) < 0.99
-
-
-def test_mean_interval_is_students() -> None:
-    found = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert found.value == 3.0
-    assert found.high == pytest.approx(3 + 2.776 * math.sqrt(2.5) / math.sqrt(5))
-    assert mean_interval([2.0]) == (2.0, None, None)
-
-
-# -- refusals --------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_missing_is_named() -> None:
-    table, alone = made_table(), made_table(6, model=False)
-    with pytest.raises(ValueError, match="study='speed' is unknown; use one of acceptance"):
-        run_study("speed", table)
-    with pytest.raises(ValueError, match="give them when the Lab is made"):
-        run_study("ladder", lab(), seeds=2)
-    for name in ("policies", "ablations", "edit_distance"):
-        with pytest.raises(LeftOutError, match="needs a model drafter's chains"):
-            run_study(name, alone)
-    with pytest.raises(LeftOutError, match="give the workload file"):
-        run_study("edit_distance", table)
-    with pytest.raises(LeftOutError, match="no output answers an edit"):
-        run_study("edit_distance", table, programs={"other": "x"}, decode=words)
-    with pytest.raises(LeftOutError, match="--overhead"):
-        run_study("never_choose", table)
-    with pytest.raises(LeftOutError, match="holds one prompt"):
-        run_study("estimator", table.select([0]))
-    with pytest.raises(LeftOutError, match="no output with a token"):
-        run_study("acceptance", table.select([]))
-
-
-def test_published_fits_are_for_the_papers_match_limits() -> None:
-    table = made_table()
-    other = dataclasses.replace(table, info={**table.info, "ngram": {**table.info["ngram"], "min_match": 3}})
-    with pytest.raises(LeftOutError, match="other match limits"):
-        run_study("transfer", other)
-    assert len(run_study("estimator", other, resamples=10).tables[0].rows) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_sizes": ()}, r"batch_sizes=\(\)"),
-        ({"batch_sizes": (4, 2)}, r"batch_sizes=\(4, 2\)"),
-        ({"batch_sizes": (0, 2)}, "batch_sizes=0 is not usable"),
-        ({"row_steps": 0}, "row_steps=0"),
-        ({"seeds": 0}, "seeds=0"),
-        ({"resamples": -1}, "resamples=-1"),
-        ({"budget_delay": -1}, "budget_delay=-1"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StudyOptions(**options)
-
-
-def test_outputs_of_one_prompt_share_a_group() -> None:
-    table = made_table()
-    own = Lab(table.select([0, 1, 0, 2]))
-    assert own.prompts.tolist() == [0, 1, 0, 2]
-    assert own.prompt_count == 3
-    assert own.folds[0] == own.folds[2]
