@@ -80,7 +80,7 @@ class BenchSettings:
             if spec.policy is not None and self.drafter is not None and not self.allow_lossy:
                 rule = policy(spec.policy)
                 delay = PAPER_DELAY if self.budget_delay is None else self.budget_delay
-                refuse_if_lossy(rule, self.drafting, self.verify, delay, budget=spec.budget)
+                refuse_if_lossy(rule, self.drafting, verifier(self.verify), delay, budget=spec.budget)
 
     @property
     def specs(self) -> list[ArmSpec]:

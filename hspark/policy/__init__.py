@@ -11,6 +11,7 @@ and on the host, one or two steps behind:
     budget, price, *_ = choose_budget(survival, requests, cost, context_tokens)
 """
 
+from hspark.core import SOURCE_FREE, SOURCE_MODEL, SOURCE_TARGET, Chain
 from hspark.policy.allocation import allocate
 from hspark.policy.base import (
     ChainPolicy,
@@ -29,8 +30,12 @@ from hspark.policy.fitting import GradedSteps, calibration_error, expected_calib
 from hspark.policy.selection import chain_value, choose_chain, is_prefix
 
 __all__ = [
+    "SOURCE_FREE",
+    "SOURCE_MODEL",
+    "SOURCE_TARGET",
     "AcceptanceEstimator",
     "BudgetDecision",
+    "Chain",
     "ChainPolicy",
     "Coefficients",
     "CostModel",

@@ -114,30 +114,51 @@ class LossyCombinationError(ValueError):
     """A combination of policy, drafting, verification and sizing that does not preserve the target's distribution."""
 
 
+class NamedVerifier(Protocol):
+    """What is read of a verifier here: its name and, if it has that attribute, `depends_on_drafts`."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def _column(verify: str | NamedVerifier) -> tuple[str, str]:
+    """The column of the table of what is lossless that a verifier belongs to, one of VERIFY_MODES, and its name.
+
+    Verifiers of other authors belong with rejection unless they say that no draft changes what they emit; a name
+    alone says nothing.
+    """
+    if isinstance(verify, str):
+        return verify if verify in VERIFY_MODES else "rejection", verify
+    return "rejection" if getattr(verify, "depends_on_drafts", True) else "coupled", verify.name
+
+
 def lossy_reason(
-    policy: Policy, drafting: str, verify: str, budget_delay: int, *, budget: str | int = "adaptive"
+    policy: Policy, drafting: str, verify: str | NamedVerifier, budget_delay: int, *, budget: str | int = "adaptive"
 ) -> str | None:
     """Why this combination would lose exactness at a temperature above 0, and the ways out; None if it would not.
 
+    verify: a verifier, or the name of one. Any but "coupled" is judged like rejection, unless it is an object that says
+    `depends_on_drafts = False`.
     budget_delay: steps between the survivals that a budget is chosen from and the step it sizes; 0 is fresh sizing.
     budget: "adaptive", or "all" or a number, which read no survivals.
     """
     if isinstance(budget_delay, bool) or not isinstance(budget_delay, int) or budget_delay < 0:
         raise ValueError(f"budget_delay={budget_delay!r} is not usable; use an integer of at least 0")
     ways = 'use drafting="greedy", verify="coupled"'
-    if not policy.is_lossless(drafting, verify, 1.0):
+    column, name = _column(verify)
+    if not policy.is_lossless(drafting, column, 1.0):
         exact = [known for known in ("ngram_first", "extension") if known != policy.name]
         return (
-            f'policy={policy.name!r} with drafting="probabilistic" and verify="rejection" changes the output '
+            f'policy={policy.name!r} with drafting="probabilistic" and verify="{name}" changes the output '
             "distribution above temperature 0: whether a sampled draft token is verified must not depend on that "
             "token, but this policy compares chains by the sampled tokens or by confidences computed from them. "
             f"Ways out: {ways}, or a policy that does not read samples ({', '.join(exact)}); "
             "allow_lossy=True runs it for study and marks the outputs."
         )
-    sampled = policy.needs_model and drafting == "probabilistic" and verify == "rejection"
+    sampled = policy.needs_model and drafting == "probabilistic" and column == "rejection"
     if sampled and budget_delay == 0 and budget == "adaptive":
         return (
-            'budget_delay=0 with drafting="probabilistic" and verify="rejection" changes the output distribution above '
+            f'budget_delay=0 with drafting="probabilistic" and verify="{name}" changes the output distribution above '
             "temperature 0: a budget chosen from this step's survivals depends on this step's sampled tokens, and so "
             "would the choice of the slots that are verified. "
             f'Ways out: budget_delay of at least 1 (2 is usual), {ways}, or a fixed budget (a number or "all"); '
@@ -149,7 +170,7 @@ def lossy_reason(
 def refuse_if_lossy(
     policy: Policy,
     drafting: str,
-    verify: str,
+    verify: str | NamedVerifier,
     budget_delay: int,
     *,
     budget: str | int = "adaptive",

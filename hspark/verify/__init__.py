@@ -4,10 +4,15 @@ verifier("coupled" | "rejection")    the two verifiers; `Verifier` is their inte
 pack(...) -> Layout                  where each verified slot lies in the packed target forward
 exact_distribution(world, policy)    the exact law of the output in a small world, decisions included
 check(verifier, policy)              the lossless suite, for these verifiers or your own
+
+What a verifier is called with is here too: `Chain` with its SOURCE_* codes, `Layout`, `Seeds`, and `target_log_probs`
+with `SamplingState` and `SamplingMode`, which make the target's law from its logits.
 """
 
 from typing import Any
 
+from hspark.core import SOURCE_FREE, SOURCE_MODEL, SOURCE_TARGET, Chain
+from hspark.sampling import SamplingMode, SamplingState, target_log_probs
 from hspark.verify.base import Seeds, Verdict, Verifier, register, verifier, verifier_names
 from hspark.verify.coupled import CoupledVerifier
 from hspark.verify.layout import Layout, pack
@@ -18,7 +23,7 @@ register(RejectionVerifier())
 
 # What studies verification needs hspark.policy; what verifies does not, and is imported without it.
 _STUDY = {
-    "Report": "lossless",
+    "Report": "report",
     "Rule": "rule",
     "Sizing": "exact",
     "World": "world",
@@ -29,14 +34,21 @@ _STUDY = {
 }
 
 __all__ = [
+    "SOURCE_FREE",
+    "SOURCE_MODEL",
+    "SOURCE_TARGET",
+    "Chain",
     "CoupledVerifier",
     "Layout",
     "RejectionVerifier",
+    "SamplingMode",
+    "SamplingState",
     "Seeds",
     "Verdict",
     "Verifier",
     "pack",
     "register",
+    "target_log_probs",
     "verifier",
     "verifier_names",
     *_STUDY,

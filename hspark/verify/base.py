@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,10 @@ class Verifier(Protocol):
     With `greedy=True` every running row is greedy and any monotone transform of the logits will do.
     layout: where each slot lies. chain: the drafts, [B, W]. kept: int64 [B] verified slots per row.
     A row of NaNs gives some valid token id; whoever computed the row reports it.
+
+    A verifier may say `depends_on_drafts = False`: the tokens that it emits are a function of the seeds, whatever was
+    drafted, so that any policy may read the drafts (`hspark.policy.lossy_reason`). One that does not say so is taken
+    for one like rejection, whose tokens depend on the drafts though their law does not.
     """
 
     @property
@@ -73,11 +77,24 @@ def count_prefix(accepted: Tensor) -> Tensor:
     return accepted.to(torch.int64).cumprod(dim=1).sum(dim=1)
 
 
+def check_verifier(argument: str, value: Any) -> Verifier:
+    """`value` if it looks like a `Verifier`; a ValueError that names the argument otherwise."""
+    if isinstance(value, type):
+        raise ValueError(f"{argument}={value.__name__} is a class; use an instance of it")
+    if not callable(value) or not isinstance(getattr(value, "name", None), str):
+        raise ValueError(
+            f"{argument}={value!r} is not a verifier; use one of {', '.join(map(repr, _VERIFIERS))}, or a callable "
+            "with a name, as in `hspark.verify.Verifier`"
+        )
+    return value  # type: ignore[no-any-return]
+
+
 _VERIFIERS: dict[str, Verifier] = {}
 
 
 def register(entry: Verifier) -> Verifier:
-    """Adds a verifier under its own name; a second one of the same name is refused."""
+    """Adds a verifier under its own name. ValueError for a second one of that name, and for what is no verifier."""
+    check_verifier("entry", entry)
     if entry.name in _VERIFIERS:
         raise ValueError(f"verifier name={entry.name!r} is taken; use a name other than {', '.join(verifier_names())}")
     _VERIFIERS[entry.name] = entry

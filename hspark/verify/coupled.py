@@ -25,6 +25,7 @@ class CoupledVerifier:
     """
 
     name = "coupled"
+    depends_on_drafts = False
 
     def __init__(self, noise: Noise = gumbel_noise) -> None:
         """noise: (seed, position, vocab_size, stream) -> [..., vocab_size]; another one than Gumbel noise is for

@@ -94,7 +94,8 @@ class DraftTable(NamedTuple):
 def draft_table(world: World, policy: Policy, drafting: str, price: float, rule: Rule) -> DraftTable:
     """Enumerates every draft of every request after every output, and what the policy makes of it at this price."""
     width, vocab, sampled = world.model_width, world.vocab_size, drafting == "probabilistic"
-    combos = torch.tensor(list(itertools.product(range(vocab), repeat=width)), dtype=torch.int64).view(-1, width)
+    drafts = list(itertools.product(range(vocab), repeat=width))  # of width 0 there is one, the empty draft
+    combos = torch.tensor(drafts, dtype=torch.int64).view(len(drafts), width)
     shape = (world.requests, world.interior, len(combos) if sampled else 1)
     request, node, combo = (x.reshape(-1) for x in torch.meshgrid(*(torch.arange(n) for n in shape), indexing="ij"))
     drafted = combos[combo].clone()
@@ -112,7 +113,7 @@ def draft_table(world: World, policy: Policy, drafting: str, price: float, rule:
     outcome = outcomes(world, request, node, chain, rule)
     return DraftTable(
         weight.view(shape).numpy(),
-        chain.survival.view(*shape, -1),
+        chain.survival.view(*shape, chain.width),
         chain.length.view(shape),
         outcome.view(*shape, chain.width + 1, world.nodes).numpy(),
     )

@@ -19,12 +19,12 @@ from hspark.verify.world import World, tree_size
 Shape = tuple[int, int, int, int, int]
 SHAPES: tuple[Shape, ...] = (
     (3, 4, 2, 3, 1),
-    (2, 4, 2, 3, 2),
     (2, 5, 3, 4, 1),
-    (3, 3, 1, 2, 2),
+    (2, 4, 2, 3, 2),
     (4, 3, 1, 2, 1),
-    (2, 3, 1, 2, 3),
+    (3, 3, 1, 2, 2),
     (3, 4, 2, 1, 1),
+    (2, 3, 1, 2, 3),
 )
 
 
@@ -69,6 +69,21 @@ def random_world(seed: int, shape: Shape = SHAPES[0], *, greedy: bool = False) -
     return World(horizon, target, draft, confidence, model_length, tokens, length, acceptance)
 
 
+def busy_example(seed: int, shape: Shape = SHAPES[0], *, greedy: bool = False) -> tuple[World, Sizing]:
+    """`random_world` with full chains everywhere and a budget for all of them at price 0.
+
+    Every request that runs has slots verified in every step, those of one batch in the same step: what ties slots,
+    steps or requests together that should be independent shows here.
+    """
+    world = random_world(seed, shape, greedy=greedy)
+    world = replace(
+        world,
+        model_length=torch.full_like(world.model_length, world.model_width),
+        free_length=torch.full_like(world.free_length, world.free_tokens.shape[2]),
+    )
+    return world, Sizing(budget=world.requests * world.width)
+
+
 def _laws(logits: Tensor, draws: Tensor, greedy: bool) -> Tensor:
     """float64 laws [R, I, V] of logits [R, I, V], processed with parameters drawn per request (draws [4, R])."""
     requests, interior, vocab = logits.shape
@@ -111,7 +126,7 @@ def _free_chains(draft: Tensor, width: int, lookup: int, uniform: Callable[..., 
     length = torch.where(
         kind < 0.25, 0, torch.where(kind < 0.65, lookup, 1 + (uniform(requests, interior) * lookup).long())
     )
-    return tokens, length
+    return tokens, length.clamp(max=lookup)
 
 
 def random_sizing(seed: int, world: World, *, fresh: bool = False) -> Sizing:

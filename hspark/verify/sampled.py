@@ -15,11 +15,15 @@ from torch import Tensor
 from hspark.core import Chain
 from hspark.policy import Policy, allocate
 from hspark.sampling import STREAM_COUPLED, STREAM_DRAFT, gumbel_noise, slot_key
-from hspark.verify.base import Seeds, Verifier
+from hspark.verify.base import Seeds, Verdict, Verifier
 from hspark.verify.coupled import Noise
 from hspark.verify.exact import Allocator, Decision, Sizing, allocate_many
 from hspark.verify.layout import pack
 from hspark.verify.world import World
+
+
+class VerdictError(ValueError):
+    """A verifier returned what `Verifier` does not allow: wrong types or shapes, unknown tokens, unverified slots."""
 
 
 class Sampler:
@@ -30,6 +34,8 @@ class Sampler:
     each (step, slot) has noise of its own.
     noise: what the drafter draws with. draft_key: where uncoupled draft noise is drawn, from anchor and slot.
     greedy: tell the verifier that every row is greedy.
+
+    verified: draft slots verified so far. joint: steps of a batch so far in which two or more requests had some.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class Sampler:
         for node in range(1, world.nodes):
             depth[node] = depth[(node - 1) // world.vocab_size] + 1
         self.depth = depth
+        self.verified = self.joint = 0
 
     def run(self, seeds: Tensor) -> Tensor:
         """int64 [C, R]: the complete output of each request of each copy, for seeds [C, R]. Output i is 0..V^N - 1."""
@@ -71,8 +78,10 @@ class Sampler:
             budget = torch.tensor([d.budget for d in (later if later and not self.delay else decisions)])
             if later and self.delay:
                 queues.append(later)
-            survival, length = chain.survival.view(copies, requests, -1), chain.length.view(copies, requests)
-            kept = allocate_many(self.allocator, survival, length, budget).reshape(-1)
+            survival = chain.survival.view(copies, requests, chain.width)
+            kept = allocate_many(self.allocator, survival, chain.length.view(copies, requests), budget)
+            self._count(torch.minimum(kept, chain.length.view(copies, requests)))
+            kept = kept.reshape(-1)
             node = self._verify(request, node, seeds.reshape(-1), chain, kept)
         return (node - world.interior).view(copies, requests)
 
@@ -121,7 +130,7 @@ class Sampler:
         """What each copy decides from this step's survivals; equal ones are sized once."""
         if self.sizing.cost is None:
             return []
-        survival = chain.survival.view(running.shape[0], -1)
+        survival = chain.survival.view(running.shape[0], running.shape[1] * chain.width)
         count = running.sum(1, keepdim=True)
         patterns, back = torch.cat([survival, count], 1).unique(dim=0, return_inverse=True)
         sized = [self.sizing.decide(row[:-1], int(row[-1])) for row in patterns]
@@ -138,8 +147,31 @@ class Sampler:
         laws = world.next_law(request[layout.row], nodes[layout.row, layout.offset]).log().float()
         seeds = Seeds(seed, self.depth[node])
         verdict = self.verifier(laws, layout, chain, kept, seeds, greedy=self.greedy)
-        moved = world.child(nodes[rows, verdict.accepted], verdict.token)
-        return torch.where(node < world.interior, moved, node)
+        running = node < world.interior
+        self._check_verdict(verdict, running, torch.minimum(kept, chain.length))
+        accepted, token = (torch.where(running, x.long(), 0) for x in (verdict.accepted, verdict.token))
+        return torch.where(running, world.child(nodes[rows, accepted], token), node)
+
+    def _count(self, kept: Tensor) -> None:
+        """Adds up what is verified in one step, for kept [C, R]."""
+        self.verified += int(kept.sum())
+        self.joint += int(((kept > 0).sum(1) > 1).sum())
+
+    def _check_verdict(self, verdict: Verdict, running: Tensor, kept: Tensor) -> None:
+        """VerdictError unless the verdict is well formed for kept [B] verified slots of the rows that run."""
+        for name in ("accepted", "token"):
+            value = getattr(verdict, name, None)
+            if not isinstance(value, Tensor):
+                raise VerdictError(f"it returned {type(verdict).__name__} without a tensor {name!r}; use Verdict")
+            if value.shape != kept.shape or value.is_floating_point():
+                raise VerdictError(
+                    f"{name} is {value.dtype} of shape {tuple(value.shape)}; use int64 of shape {tuple(kept.shape)}"
+                )
+            last = kept if name == "accepted" else torch.full_like(kept, self.world.vocab_size - 1)
+            wrong = running & ((value < 0) | (value > last))
+            if bool(wrong.any()):
+                row = int(wrong.nonzero()[0, 0])
+                raise VerdictError(f"{name} is {int(value[row])} in some row; use 0..{int(last[row])} there")
 
 
 def _merge(take: Tensor, chain: Chain, other: Chain) -> Chain:

@@ -40,8 +40,9 @@ def chi_square(counts: Tensor, probs: Tensor, smallest: float = 5.0) -> float:
 def miss_rate(distance: float, samples: int, cells: int, false_alarm: float) -> float:
     """How often `chi_square` with threshold `false_alarm` passes a law at this total variation from the right one.
 
-    An upper bound for `cells` cells: for a total variation D, the chi-square distance is at least 4 D^2, so the
-    statistic is noncentral with at least 4 D^2 * samples (Poisson mixture of central tails).
+    An upper bound for `cells` cells, reached by two equal ones: for a total variation D, the chi-square distance is at
+    least 4 D^2, so the statistic is noncentral with at least 4 D^2 * samples (Poisson mixture of central tails).
+    Differences among cells that `chi_square` pools do not count: D is what pooling leaves of them.
     """
     freedom = cells - 1
     low, high = 0.0, 10.0 * (freedom + 100.0)

@@ -1,7 +1,7 @@
 """The lossless suite: the table of what keeps the target's distribution, and the mistakes that must be caught.
 
-check("rejection", "extension", drafting="probabilistic").lossless        one cell of the table
-check(MyVerifier(), MyPolicy(), drafting="greedy", rule=MyRule())         the same for code of your own
+check("rejection", "extension", drafting="probabilistic", greedy_target=False)     one cell of the table
+check(MyVerifier(), MyPolicy())                     drafting and temperature of every kind, for code of your own
 python -m hspark.verify.suite --examples 200 --json                       the whole table, and the controls
 """
 
@@ -17,7 +17,8 @@ from typing import Any
 from hspark.policy import Policy, policy
 from hspark.verify.controls import Control, controls
 from hspark.verify.examples import SHAPES
-from hspark.verify.lossless import BIAS, FALSE_ALARM, TOLERANCE, Report, check
+from hspark.verify.lossless import check
+from hspark.verify.report import BIAS, FALSE_ALARM, TOLERANCE, Report
 
 # The table of the specification, section 7: (target at temperature 0, drafting, verifier).
 MODES = (
@@ -103,11 +104,12 @@ def find_bias(
 
     Nothing is sampled: a total variation is proof enough. The report is that of the worst batch of worlds.
     """
-    worst = check(verifier, policy, examples=examples, sampled=0, seed=seed, **options)
+    options |= {"greedy_target": False, "sampled": 0}
+    worst = check(verifier, policy, examples=examples, seed=seed, **options)
     for start in range(seed + examples, seed + examples + limit, 5):
         if (worst.worst_total_variation or 0.0) > bias:
             break
-        found = check(verifier, policy, examples=5, sampled=0, seed=start, shapes=SHAPES[:1], **options)
+        found = check(verifier, policy, examples=5, seed=start, shapes=SHAPES[:1], **options)
         if (found.worst_total_variation or 0.0) > (worst.worst_total_variation or 0.0):
             worst = found
     return worst
@@ -116,6 +118,7 @@ def find_bias(
 def check_control(control: Control, **options: Any) -> Report:
     """`check` for a negative control, in the setting where its mistake shows."""
     setting: dict[str, Any] = {"drafting": control.drafting, "rule": control.rule, "draft_key": control.draft_key}
+    setting["greedy_target"] = False
     if control.world is not None:
         setting["worlds"] = [control.world]
     return check(control.verifier, control.policy, **setting, **options)
@@ -148,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first world (default 0)")
     parser.add_argument("--json", action="store_true", help="JSON for programs instead of a table")
     options = parser.parse_args(arguments)
-    for name in ("examples", "samples"):
+    for name in ("examples", "sampled", "samples"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}={getattr(options, name)} is out of range; use at least 1")
     from tqdm import tqdm

@@ -9,23 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from hspark.core import Chain
 from hspark.policy import Policy, policy
 from hspark.verify import (
-    Layout,
     RejectionVerifier,
     Rule,
-    Seeds,
-    Verdict,
     check,
     exact_distribution,
     target_distribution,
     total_variation,
     verifier,
 )
-from hspark.verify.controls import Control, NoResidual, controls
+from hspark.verify.controls import Control, controls
 from hspark.verify.examples import SHAPES, Shape, random_sizing, random_world
 from hspark.verify.sampled import Sampler, histogram
 from hspark.verify.statistics import chi_square
@@ -123,7 +118,7 @@ def test_mistakes_are_rejected(name: str) -> None:
     report = check_control(CONTROLS[name], examples=4, sampled=4, samples=10_000)
     assert not report.lossless
     assert report.worst_p_value is not None
-    assert report.worst_p_value < 1e-6
+    assert report.worst_p_value < 1e-6 / report.tests
     if CONTROLS[name].rule is not None:
         assert report.worst_total_variation is not None
         assert report.worst_total_variation > 0.01
@@ -133,7 +128,7 @@ def test_mistakes_are_rejected(name: str) -> None:
 def test_the_right_code_passes_where_the_mistakes_fail(name: str) -> None:
     control = CONTROLS[name]
     right = Control(name, RejectionVerifier(), policy("model_only"), control.drafting, Rule(), world=control.world)
-    report = check_control(right, examples=3, sampled=3, samples=4000)
+    report = check_control(right, examples=3, sampled=3, samples=5000)
     assert report.lossless, report.failures
 
 
@@ -141,7 +136,7 @@ def test_the_right_code_passes_where_the_mistakes_fail(name: str) -> None:
 def test_wrong_code_and_wrong_rule_are_the_same_mistake(name: str) -> None:
     """Samples of the wrong verifier follow the law that the wrong rule gives: the enumeration speaks about the code."""
     control = CONTROLS[name]
-    for seed in (0, 2):
+    for seed in (0, 1):  # single requests
         world = random_world(seed, SHAPES[seed])
         sizing = random_sizing(seed, world)
         law = exact_distribution(world, control.policy, drafting=control.drafting, sizing=sizing, rule=control.rule)
@@ -150,55 +145,12 @@ def test_wrong_code_and_wrong_rule_are_the_same_mistake(name: str) -> None:
         assert chi_square(counts, law) > 1e-6
 
 
-# --- For verifiers from elsewhere ---
-
-
-class _Foreign:
-    """A verifier that the suite knows nothing of."""
-
-    name = "foreign"
-
-    def __init__(self, inner: RejectionVerifier) -> None:
-        self.inner = inner
-
-    def __call__(
-        self, log_probs: Tensor, layout: Layout, chain: Chain, kept: Tensor, seeds: Seeds, *, greedy: bool = False
-    ) -> Verdict:
-        return self.inner(log_probs, layout, chain, kept, seeds, greedy=greedy)
-
-
-def test_foreign_verifiers_are_judged_by_their_samples() -> None:
-    options: dict[str, Any] = {"drafting": "probabilistic", "examples": 3, "sampled": 3, "samples": 4000}
-    right = check(_Foreign(RejectionVerifier()), "extension", **options)
-    assert right.lossless
-    assert right.worst_total_variation is None
-    wrong = check(_Foreign(NoResidual()), "extension", **options)
-    assert "samples reject the target's law" in wrong.failures[0]
-
-
-def test_a_false_claim_of_coupling_is_caught() -> None:
-    report = check(_Foreign(RejectionVerifier()), "model_only", coupled=True, examples=2, sampled=0)
-    assert report.mismatches
-    assert "differ from plain decoding" in report.failures[0]
-
-
-def test_bad_input_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="verify='typical'"):
-        check("typical", "proposed")
-    with pytest.raises(ValueError, match="policy='best'"):
-        check("coupled", "best")
-    with pytest.raises(ValueError, match="drafting='soft'"):
-        check("coupled", "proposed", drafting="soft")
-    with pytest.raises(ValueError, match="examples=0"):
-        check("coupled", "proposed", examples=0)
-
-
 def test_command_line_prints_what_it_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import hspark.verify.suite as suite
 
-    cell = Cell(
-        ">0", "greedy", "rejection", "proposed", "late", True, check("rejection", "proposed", examples=1, sampled=0)
-    )
+    options: dict[str, Any] = {"drafting": "greedy", "greedy_target": False}
+    report = check("rejection", "proposed", examples=1, samples=3000, **options)
+    cell = Cell(">0", "greedy", "rejection", "proposed", "late", True, report)
     caught = check_control(CONTROLS["no_residual"], examples=2, sampled=0)
     monkeypatch.setattr(suite, "lossless_table", lambda *arguments, **options: [cell])
     monkeypatch.setattr(suite, "check_controls", lambda *arguments, **options: [caught])
@@ -213,5 +165,8 @@ def test_command_line_prints_what_it_found(capsys: pytest.CaptureFixture[str], m
     assert "rejected" in text
     monkeypatch.setattr(suite, "check_controls", lambda *arguments, **options: [cell.report])
     assert main(["--examples", "1"]) == 1  # a control that passes is a failure of the suite
-    with pytest.raises(SystemExit):
-        main(["--examples", "0"])
+    for wrong in ("--examples=0", "--sampled=-1", "--sampled=0", "--samples=0"):
+        with pytest.raises(SystemExit) as stopped:
+            main([wrong])
+        assert stopped.value.code == 2
+        assert f"{wrong} is out of range; use at least 1" in capsys.readouterr().err

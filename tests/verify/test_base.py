@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hspark.verify
-from hspark.verify import CoupledVerifier, pack, register, verifier, verifier_names
+from hspark.policy import lossy_reason, policy
+from hspark.verify import CoupledVerifier, RejectionVerifier, pack, register, verifier, verifier_names
 from hspark.verify.statistics import chi_square, miss_rate
 from tests.assertions import assert_one_graph
 
@@ -28,6 +31,54 @@ def test_unknown_and_taken_names_are_refused() -> None:
         verifier("typical")
     with pytest.raises(ValueError, match="name='coupled' is taken"):
         register(CoupledVerifier())
+
+
+def test_what_is_no_verifier_is_not_registered() -> None:
+    class Named:
+        name = "named"
+
+    wrong: list[tuple[Any, str]] = [
+        (CoupledVerifier, "entry=CoupledVerifier is a class; use an instance of it"),
+        (Named(), "entry=.* is not a verifier; use one of 'coupled', 'rejection', or a callable with a name"),
+        (lambda *arguments: None, "entry=<function .* is not a verifier"),
+    ]
+    for entry, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            register(entry)
+    assert verifier_names() == ("coupled", "rejection")
+
+
+def test_a_verifier_says_itself_whether_drafts_matter() -> None:
+    """By name or as an object; one that does not say is taken for one like rejection, and greedy drafts suit any."""
+
+    class Mine(RejectionVerifier):
+        name = "mine"
+
+    class Invariant(Mine):
+        depends_on_drafts = False
+
+    for verify in ("rejection", "mine", RejectionVerifier(), Mine()):
+        assert lossy_reason(policy("proposed"), "greedy", verify, 0) is None
+        assert lossy_reason(policy("model_only"), "probabilistic", verify, 2) is None
+        name = verify if isinstance(verify, str) else verify.name
+        for rule, delay in (("proposed", 2), ("model_only", 0)):
+            assert f'verify="{name}" changes the output' in str(
+                lossy_reason(policy(rule), "probabilistic", verify, delay)
+            )
+    for free in ("coupled", CoupledVerifier(), Invariant()):
+        for drafting in ("greedy", "probabilistic"):
+            assert lossy_reason(policy("proposed"), drafting, free, 0) is None
+
+
+def test_what_a_verifier_is_called_with_can_be_made_from_here() -> None:
+    import hspark.policy
+
+    for module in (hspark.verify, hspark.policy):
+        assert (module.SOURCE_TARGET, module.SOURCE_MODEL, module.SOURCE_FREE) == (0, 1, 2)
+        assert {"Chain", "SOURCE_TARGET", "SOURCE_MODEL", "SOURCE_FREE"} <= set(module.__all__)
+    state, mode = hspark.verify.SamplingState.defaults(2), hspark.verify.SamplingMode(sampled=False)
+    law = hspark.verify.target_log_probs(torch.eye(2), state, mode)
+    assert law.argmax(-1).tolist() == [0, 1]
 
 
 def test_every_public_name_exists() -> None:
@@ -117,3 +168,24 @@ def test_false_alarms_and_misses_come_as_often_as_stated() -> None:
     assert 60 < alarms < 140  # four standard deviations
     assert passes / 2000 < miss_rate(0.05, 500, 8, 0.05)
     assert miss_rate(0.0, 500, 8, 0.05) == pytest.approx(0.95, abs=1e-6)
+
+
+@pytest.mark.parametrize("distance", [0.02, 0.05, 0.08])
+def test_the_miss_rate_of_two_equal_cells_is_that_of_a_normal_deviate(distance: float) -> None:
+    """There the bound is reached: the statistic is the square of a normal deviate with mean 2 D sqrt(samples), and the
+    chi-square test of counts misses as often as a sum over the binomial law says."""
+    samples, false_alarm = 1000, 0.0455002639
+    mean = 2 * distance * math.sqrt(samples)  # at this false-alarm rate the deviate passes inside (-2, 2)
+
+    def below(z: float) -> float:
+        return 0.5 * math.erfc(-z / math.sqrt(2))
+
+    missed = miss_rate(distance, samples, 2, false_alarm)
+    assert missed == pytest.approx(below(2 - mean) - below(-2 - mean), abs=1e-6)
+    law, wrong = torch.tensor([0.5, 0.5]), 0.5 + distance
+    exact = 0.0
+    for count in range(samples + 1):
+        if chi_square(torch.tensor([count, samples - count]), law) >= false_alarm:
+            ways = math.lgamma(samples + 1) - math.lgamma(count + 1) - math.lgamma(samples - count + 1)
+            exact += math.exp(ways + count * math.log(wrong) + (samples - count) * math.log(1 - wrong))
+    assert exact == pytest.approx(missed, abs=0.02)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hspark.core import SOURCE_MODEL, Chain
-from hspark.sampling import STREAM_DRAFT, gumbel_noise, slot_key
+from hspark.sampling import STREAM_ACCEPT, STREAM_DRAFT, STREAM_RECOVER, gumbel_noise, slot_key, uniform_noise
 from hspark.verify import RejectionVerifier, Seeds, Verdict, pack, verifier
 from hspark.verify.rule import Rule, Slot
 from hspark.verify.statistics import chi_square
-from tests.verify.cases import random_case
+from tests.verify.cases import Case, expected_match, random_case
 
 REJECTION = RejectionVerifier()
 FALSE_ALARM = 1e-6
@@ -42,6 +42,65 @@ def test_follows_the_rule_in_float64(seed: int) -> None:
         torch.testing.assert_close(accept[:, k].double(), Rule().accept(slot), rtol=1e-5, atol=1e-6)
         residual = REJECTION.residual_log_probs(case.laws[:, k], case.chain, torch.full((batch,), k))
         torch.testing.assert_close(residual.softmax(-1).double(), Rule().residual(slot), rtol=1e-4, atol=1e-6)
+
+
+def _plain_step(case: Case, b: int) -> tuple[int, int]:
+    """Row b of a step in plain Python: accepted count and token. Each slot of each step has noise of its own: a uniform
+    number for acceptance, and one Gumbel vector for the token at the slot where the row stops."""
+    seed, anchor = case.seeds.seed[b], case.seeds.anchor[b]
+    k, kept = 0, min(int(case.kept[b]), int(case.chain.length[b]))
+    weights = case.laws[b, kept].double().exp()
+    while k < kept:
+        draft = case.laws[b, k] if case.chain.log_probs is None else case.chain.log_probs[b, k]
+        slot = Slot(
+            case.laws[b : b + 1, k].double().exp(),
+            draft[None].double().exp(),
+            case.chain.tokens[b : b + 1, k],
+            case.chain.point_mass[b : b + 1, k],
+        )
+        if float(uniform_noise(seed, slot_key(anchor, k), STREAM_ACCEPT)) >= float(Rule().accept(slot)):
+            weights = Rule().residual(slot)[0]
+            break
+        k += 1
+    noise = gumbel_noise(seed, slot_key(anchor, k), case.laws.shape[-1], STREAM_RECOVER)
+    return k, int((weights.log() + noise).argmax())
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_draws_with_the_noise_of_each_slot(sampled: bool) -> None:
+    """Fixed seeds: no uniform number is within rounding of its threshold."""
+    stops = set()
+    for seed in range(25):
+        case = random_case(seed, sampled=sampled, sharp=3.0)
+        verdict = REJECTION(*case.arguments)
+        for b in range(6):
+            assert (int(verdict.accepted[b]), int(verdict.token[b])) == _plain_step(case, b), (seed, b)
+        stops |= set(zip(verdict.accepted.tolist(), case.kept.tolist(), strict=True))
+    assert {(0, 2), (1, 2), (2, 2), (1, 1)} <= stops  # recovered at different slots, and bonus tokens
+
+
+@given(st.integers(0, 2**32), st.booleans())
+@settings(max_examples=30)
+def test_greedy_compares_with_the_argmax(seed: int, sampled: bool) -> None:
+    """Any monotone transform of the logits will do, and drafts that are not the argmax are refused."""
+    case = random_case(seed, sampled=sampled)
+    verdict = REJECTION(case.log_probs * 3 - 7, *case.arguments[1:], greedy=True)
+    assert (verdict.accepted.tolist(), verdict.token.tolist()) == expected_match(case, case.laws.argmax(-1))
+
+
+@given(st.integers(0, 2**32), st.integers(0, 4), st.booleans())
+@settings(max_examples=30)
+def test_a_count_past_the_chain_is_that_of_the_chain(seed: int, short: int, sampled: bool) -> None:
+    """Accepted count and token: after the last draft comes a bonus token, not one recovered from filler."""
+    case = random_case(seed, batch=20, sampled=sampled, sharp=0.3)
+    chain = case.chain._replace(length=case.chain.length.clamp(max=short))
+    kept = torch.full((20,), 4)
+    layout = pack(kept, torch.ones(20, dtype=torch.bool), 4, 100)
+    log_probs = case.laws[layout.row, layout.offset]
+    one = REJECTION(log_probs, layout, chain, kept, case.seeds)
+    two = REJECTION(log_probs, layout, chain, chain.length, case.seeds)
+    assert torch.equal(one.accepted, two.accepted)
+    assert torch.equal(one.token, two.token)
 
 
 def _draw(target: Tensor, draft: Tensor, copies: int, width: int = 1, sampled: bool = True) -> tuple[Tensor, Verdict]:
