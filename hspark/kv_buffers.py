@@ -17,6 +17,10 @@ class UnsupportedModelError(ValueError):
     """The model's architecture cannot run on static KV buffers."""
 
 
+class StateNotPassedError(RuntimeError):
+    """Attention was called without the step's state."""
+
+
 class Plan(NamedTuple):
     """Where the T packed tokens of one forward go, and what they see. R' rows take part (all, or one in prefill).
 
@@ -58,13 +62,18 @@ class Probe:
         self.stores: dict[Any, int] = {}
 
 
-def _check_extras(module: nn.Module, extras: dict[str, Any]) -> None:
-    for name in ("softcap", "s_aux", "position_bias"):
-        if extras.get(name) is not None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} asks attention for {name}, which static KV buffers do not implement; "
-                "use a model without it"
-            )
+def _check_request(module: nn.Module, attention_mask: Tensor | None, extras: dict[str, Any]) -> None:
+    """UnsupportedModelError if a layer wants other than causal attention, in a window or not."""
+    asked = [name for name in ("softcap", "s_aux", "position_bias") if extras.get(name) is not None]
+    if attention_mask is not None:
+        asked.append("an attention mask of its own")
+    if getattr(module, "is_causal", None) is False:
+        asked.append("attention to later tokens")
+    if asked:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks attention for {', '.join(asked)}, which static KV buffers do not implement; "
+            "use a model without it"
+        )
 
 
 def static_attention(
@@ -80,10 +89,12 @@ def static_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface on static buffers: query [1, H, T, D], key and value [1, H_kv, T, D]."""
     if hspark is None:
-        raise RuntimeError("this model's attention now runs on hspark's static buffers; call it through CausalTarget")
+        raise StateNotPassedError(
+            "this model's attention now runs on hspark's static buffers; call it through CausalTarget"
+        )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if isinstance(hspark, Probe):
-        _check_extras(module, extras)
+        _check_request(module, attention_mask, extras)
         kind = getattr(module, "layer_type", None)
         shared = hspark.stores[kind] if getattr(module, "is_kv_shared_layer", False) else None
         if getattr(module, "store_full_length_kv", False):

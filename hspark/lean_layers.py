@@ -168,14 +168,17 @@ def use_lean_layers(layers: Any, buffers: KVBuffers, rotary: Any, plan: Plan) ->
             continue
         if not _has_shape(layer) or buffers.shapes[index].shares_with is not None:
             continue
-        lean = LeanLayer(layer, buffers)
-        width = layer.self_attn.q_proj.fused.joint.in_features
-        generator = torch.Generator().manual_seed(index)
-        dtype = buffers.keys[index].dtype
-        sample = torch.randn(1, positions.shape[1], width, generator=generator).to(dtype)
-        place = {"position_embeddings": rotary(sample, positions), "position_ids": positions}
-        expected = layer(sample, attention_mask=None, hspark=(buffers, plan), **place)
-        if torch.is_tensor(expected) and torch.equal(expected, lean(sample, hspark=(buffers, plan), **place)):
+        try:
+            lean = LeanLayer(layer, buffers)
+            width = layer.self_attn.q_proj.fused.joint.in_features
+            generator = torch.Generator().manual_seed(index)
+            sample = torch.randn(1, positions.shape[1], width, generator=generator).to(buffers.keys[index].dtype)
+            place = {"position_embeddings": rotary(sample, positions), "position_ids": positions}
+            expected = layer(sample, attention_mask=None, hspark=(buffers, plan), **place)
+            same = torch.equal(expected, lean(sample, hspark=(buffers, plan), **place))
+        except Exception:  # the parts have these names, but take other arguments or give other shapes
+            same = False
+        if same:
             layers[index] = lean
             done += 1
     return done

@@ -34,8 +34,9 @@ def profile_step(
     functions = StepFunctions.of(step) if functions is None else functions
     free = new_rows(target.rows, target.max_length, device)
     rows = new_rows(target.rows, target.max_length, device) if rows is None else rows
-    rows.tokens.copy_(torch.randint(0, target.vocab_size, rows.tokens.shape, device=device))
-    most = target.max_length - width - 2
+    generator = torch.Generator(device).manual_seed(0)  # the caller's random numbers are not ours to take
+    rows.tokens.copy_(torch.randint(0, target.vocab_size, rows.tokens.shape, device=device, generator=generator))
+    most = max(1, target.max_length - width - 2)
     short, long = min(SHORT, most), min(LONG, most)
     padded = functions.compiled or device.type != "cpu"
 
@@ -79,7 +80,9 @@ class Runner:
         running = min(count, size)
         drafts, device = size - running, rows.length.device
         share = torch.arange(count, device=device)
-        kept = torch.where(share < running, drafts // running + (share < drafts % running), 0).clamp(max=width)
+        # Where max_length is short, a row has no room for all of its drafts; padding stands in for the others.
+        room = min(width, self.step.target.max_length - self.context - 1)
+        kept = torch.where(share < running, drafts // running + (share < drafts % running), 0).clamp(max=room)
         rows.length.fill_(self.context)
         rows.limit.fill_(self.step.target.max_length)
         rows.running.copy_(share < running)

@@ -23,13 +23,11 @@ from torch import Tensor, nn
 
 from hspark.compiled_layers import CompiledLayers
 from hspark.drafters.base import TargetInfo
-from hspark.kv_buffers import ATTENTION_NAME, KVBuffers, LayerShape, Plan, Probe, UnsupportedModelError
+from hspark.kv_buffers import KVBuffers, Plan, UnsupportedModelError
 from hspark.lean_layers import LeanModel, lean_model
 from hspark.memory import check_memory
 from hspark.packing import fuse_norms, pack_linears
-
-# Layer kinds whose state cannot be rolled back by overwriting positions.
-_STATEFUL = ("mamba", "ssm", "rwkv", "recurrent", "linear_attention", "conv", "hybrid", "chunked_attention")
+from hspark.supported import check_architecture, decoder_layers, probe_layers
 
 
 class CausalTarget:
@@ -40,8 +38,9 @@ class CausalTarget:
     rows, max_length: static sizes R and S of the buffers. taps: layers whose outputs `forward` also returns; index i is
     the output of decoder layer i (0-based), -1 the embedding output. lay_out: False leaves the layers as they are, on a
     CPU too, for a compiler: it cannot look into weights in oneDNN's layout.
-    Raises UnsupportedModelError, naming the architecture, for models that keep recurrent or convolutional state, and
-    ValueError for sizes that do not fit into memory (`hspark.memory`).
+    Raises UnsupportedModelError, naming the architecture, for models that these buffers cannot serve
+    (`hspark.supported`), and ValueError for sizes that do not fit into memory (`hspark.memory`), before the model is
+    changed.
     """
 
     compiled: CompiledLayers | None = None  # set by `compile_layers`
@@ -49,53 +48,27 @@ class CausalTarget:
     def __init__(
         self, model: Any, rows: int, max_length: int, taps: tuple[int, ...] = (), *, lay_out: bool = True
     ) -> None:
+        check_architecture(model, max_length)
         self.model = model.eval()
         self.config = model.config.get_text_config()
-        self._refuse_stateful()
         self.rows, self.max_length = rows, max_length
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
+        self.decoder, self.layers = model.get_decoder(), decoder_layers(model)
+        shapes = probe_layers(model, max_length)
+        needed = KVBuffers.needed(shapes, rows, max_length, self.dtype)
+        check_memory(needed, rows, max_length, self.vocab_size, self.device)
         self.laid_out = lay_out and self.device.type == "cpu"
         if self.laid_out:
             pack_linears(model)
             fuse_norms(model)
-        self.decoder = model.get_decoder()
-        self.layers: nn.ModuleList = self.decoder.layers
-        model.set_attn_implementation(ATTENTION_NAME)
-        shapes = self._probe()
-        needed = KVBuffers.needed(shapes, rows, max_length, self.dtype)
-        check_memory(needed, rows, max_length, self.vocab_size, self.device)
         self.buffers = KVBuffers(shapes, rows, max_length, self.dtype, self.device)
         self.lean = self._lean()
         self._captured: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self.taps: tuple[int, ...] = ()
         self.set_taps(taps)
-
-    def _refuse_stateful(self) -> None:
-        name = type(self.model).__name__
-        kinds = {str(kind) for kind in getattr(self.config, "layer_types", None) or ()}
-        bad = sorted(kind for kind in kinds if any(word in kind for word in _STATEFUL))
-        if getattr(self.config, "is_encoder_decoder", False):
-            raise UnsupportedModelError(f"{name} is an encoder-decoder model; use a decoder-only causal LM")
-        if bad or getattr(self.model, "_is_stateful", False):
-            raise UnsupportedModelError(
-                f"{name} keeps state that cannot be rolled back after a rejected draft "
-                f"({', '.join(bad) or 'recurrent or convolutional state'}); use a model with attention layers only"
-            )
-
-    @torch.inference_mode()
-    def _probe(self) -> list[LayerShape]:
-        probe = Probe()
-        ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self.decoder(input_ids=ids, position_ids=ids, use_cache=False, hspark=probe)
-        if sorted(probe.layers) != list(range(len(self.layers))):
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} has {len(self.layers)} layers, but layers {sorted(probe.layers)} called "
-                "the attention interface; use a model whose every layer is an attention layer"
-            )
-        return [probe.layers[i] for i in range(len(self.layers))]
 
     def _lean(self) -> LeanModel | None:
         """The model with few operators, where that gives the same results (on a CPU)."""

@@ -76,3 +76,13 @@ def test_norm_with_other_rounding_is_left_alone() -> None:
     holder = nn.Sequential(OffsetRMSNorm())
     assert fuse_norms(holder) == 0
     assert isinstance(holder[0], OffsetRMSNorm)
+
+
+def test_norm_with_another_argument_is_left_alone() -> None:
+    class GatedRMSNorm(nn.RMSNorm):
+        variance_epsilon = 1e-6
+
+        def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x) * gate
+
+    assert fuse_norms(nn.Sequential(GatedRMSNorm(8))) == 0

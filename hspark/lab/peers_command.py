@@ -26,6 +26,7 @@ from hspark.lab.peers import ASSISTED, LLAMA, Peers, check_assistant, peer_setti
 from hspark.lab.peers_text import render_peers
 from hspark.lab.startup import StartJob, StartUp, measure_start
 from hspark.models import LoadedTarget, load_target, resolve_dtype
+from hspark.models.fetch import is_gguf
 from hspark.options import Parser, add_drafting_options, add_target_options, set_threads
 
 _EXAMPLE = """
@@ -116,7 +117,7 @@ def find_peers(options: argparse.Namespace, target: LoadedTarget) -> Peers:
         missing[LLAMA] = why
     elif options.gguf:
         llama_file = Path(options.gguf)
-    elif target.path is None or target.path.suffix != ".gguf":
+    elif target.path is None or not is_gguf(target.path):
         missing[LLAMA] = f"{target.name} was not loaded from a .gguf file; give one of the same weights with --gguf"
     else:
         try:

@@ -4,7 +4,14 @@
 """
 
 from hspark.models.fetch import KNOWN_MODELS, KnownModel, ModelFileError, ModelUnavailableError, cache_dir
-from hspark.models.load import LoadedTarget, UnknownModelError, load_target, resolve_device, resolve_dtype
+from hspark.models.load import (
+    LoadedTarget,
+    UnknownModelError,
+    end_token_ids,
+    load_target,
+    resolve_device,
+    resolve_dtype,
+)
 
 __all__ = [
     "KNOWN_MODELS",
@@ -14,6 +21,7 @@ __all__ = [
     "ModelUnavailableError",
     "UnknownModelError",
     "cache_dir",
+    "end_token_ids",
     "load_target",
     "resolve_device",
     "resolve_dtype",

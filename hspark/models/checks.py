@@ -12,12 +12,15 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
-from hspark.models.fetch import ModelFileError
+from hspark.models.fetch import ModelFileError, is_gguf
 
 # GGUF metadata value types: struct codes of the fixed-size ones, and the two with a length in front.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+# The most that is read: dimensions of a tensor, as the format allows, and arrays in arrays, which no writer nests.
+_MAX_DIMENSIONS, _MAX_NESTING = 4, 8
 _END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
@@ -62,7 +65,7 @@ class _Reader:
         self.skip(size)
         return self.data[start : self.at].decode("utf-8", "replace")
 
-    def value(self, kind: int) -> object:
+    def value(self, kind: int, nesting: int = 0) -> object:
         """One metadata value; arrays are stepped over and give None."""
         if kind == _STRING:
             return self.string()
@@ -70,6 +73,8 @@ class _Reader:
             return self.scalar(_SCALARS[kind])
         if kind != _ARRAY:
             raise struct.error(f"unknown metadata type {kind}")
+        if nesting == _MAX_NESTING:
+            raise struct.error(f"arrays are nested more than {_MAX_NESTING} deep")
         item, count = self.integer("I"), self.integer("Q")
         if item in _SCALARS:
             self.skip(count * struct.calcsize(f"<{_SCALARS[item]}"))
@@ -78,8 +83,29 @@ class _Reader:
                 if item == _STRING:
                     self.skip(self.integer("Q"))
                 else:
-                    self.value(item)
+                    self.value(item, nesting + 1)
         return None
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    """The metadata of one file, with errors that name it."""
+
+    path: Path
+    values: dict[str, object]
+
+    def integer(self, key: str, default: int, least: int = 0) -> int:
+        """An integer of at least `least`; `default` where the key is missing."""
+        value = self.values.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            shown = "an array" if value is None else repr(value)[:60]
+            raise ModelFileError(f"{self.path} is corrupt: {key} is {shown}; it has to be an integer from {least} up")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        """A string that is not empty; `default` where there is none."""
+        value = self.values.get(key)
+        return value if isinstance(value, str) and value else default
 
 
 def check_gguf(path: Path) -> GgufSummary:
@@ -107,16 +133,20 @@ def _read_gguf(reader: _Reader, path: Path) -> GgufSummary:
     if version not in (2, 3):
         raise ModelFileError(f"{path} has GGUF version {version}; versions 2 and 3, little-endian, can be read")
     tensors, entries = reader.integer("Q"), reader.integer("Q")
-    metadata = {}
+    values = {}
     for _ in range(entries):
         key = reader.string()
-        metadata[key] = reader.value(reader.integer("I"))
-    if int(str(metadata.get("split.count", 0))) > 1:
+        values[key] = reader.value(reader.integer("I"))
+    metadata = _Metadata(path, values)
+    if metadata.integer("split.count", 0) > 1:
         raise ModelFileError(f"{path} is one part of a model split over several files; merge them into one .gguf first")
     end = parameters = 0
     for _ in range(tensors):
         name = reader.string()
-        shape = [reader.integer("Q") for _ in range(reader.integer("I"))]
+        dimensions = reader.integer("I")
+        if dimensions > _MAX_DIMENSIONS:
+            raise struct.error(f"tensor {name[:60]!r} has {dimensions} dimensions")
+        size = prod(reader.integer("Q") for _ in range(dimensions))
         kind, offset = reader.integer("I"), reader.integer("Q")
         try:
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
@@ -124,43 +154,63 @@ def _read_gguf(reader: _Reader, path: Path) -> GgufSummary:
             raise ModelFileError(
                 f"{path}: tensor {name!r} has type {kind}, which the installed gguf package does not know"
             ) from error
-        parameters += prod(shape)
-        end = max(end, offset + prod(shape) // block * block_bytes)
-    alignment = int(str(metadata.get("general.alignment", 32)))
-    start = -(-reader.at // max(alignment, 1)) * alignment
+        parameters += size
+        end = max(end, offset + size // block * block_bytes)
+    alignment = metadata.integer("general.alignment", 32, least=1)
+    start = -(-reader.at // alignment) * alignment
     return GgufSummary(
-        architecture=str(metadata.get("general.architecture", "unknown")),
-        name=str(metadata.get("general.name") or path.stem),
+        architecture=metadata.text("general.architecture", "unknown"),
+        name=metadata.text("general.name", path.stem),
         parameters=parameters,
         required_size=start + end if tensors else reader.at,
-        end_token_ids=tuple(sorted({int(str(metadata[key])) for key in _END_KEYS if key in metadata})),
+        end_token_ids=tuple(sorted({metadata.integer(key, -1, least=-1) for key in _END_KEYS if key in values})),
     )
 
 
 def check_safetensors(path: Path) -> None:
     """ModelFileError unless the file's size is what its header says."""
     size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        header_size = int.from_bytes(prefix, "little")
+        if header_size > size - 8:
+            raise ModelFileError(
+                f"{path} is truncated or corrupt: {size} bytes, but its header alone takes {header_size + 8}"
+            )
+        content = file.read(header_size)
     try:
-        with path.open("rb") as file:
-            (header_size,) = struct.unpack("<Q", file.read(8))
-            if header_size > size - 8:
-                raise ModelFileError(
-                    f"{path} is truncated or corrupt: {size} bytes, but its header alone takes {header_size + 8}"
-                )
-            header = json.loads(file.read(header_size))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except (struct.error, UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+        ends = [_end_of(entry) for name, entry in _parse_json(content).items() if name != "__metadata__"]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelFileError(f"{path} is truncated or corrupt: its safetensors header cannot be read") from error
     expected = 8 + header_size + max(ends, default=0)
     if size != expected:
         raise ModelFileError(f"{path} is truncated or corrupt: {size} bytes, but its header asks for {expected}")
 
 
+def _end_of(entry: Any) -> int:
+    """Where a safetensors entry's data ends; TypeError or ValueError if it does not say so in two integers."""
+    first, last = entry["data_offsets"]
+    if type(first) is not int or type(last) is not int:
+        raise TypeError("data_offsets are not integers")
+    return last
+
+
+class _NotJsonError(ValueError):
+    """Bytes that are no JSON text."""
+
+
+def _parse_json(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:  # also of what is nested too deep, or has too long a number
+        raise _NotJsonError(str(error)) from error
+
+
 def _check_json(path: Path) -> None:
     try:
-        if isinstance(json.loads(path.read_bytes()), dict):
+        if isinstance(_parse_json(path.read_bytes()), dict):
             return
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except _NotJsonError as error:
         raise ModelFileError(f"{path} is truncated or corrupt: it is not valid JSON ({error})") from error
     raise ModelFileError(f"{path} does not hold a JSON object")
 
@@ -168,17 +218,14 @@ def _check_json(path: Path) -> None:
 def check_directory(path: Path) -> None:
     """ModelFileError unless a model directory has a config.json, weights, every shard that its index names, whole."""
     if not (path / "config.json").is_file():
-        inside = sorted(file.name for file in path.glob("*.gguf"))
+        inside = sorted(file.name for file in path.glob("*") if is_gguf(file))
         hint = f"; it holds {', '.join(inside)}: pass that file's path" if inside else ""
         raise ModelFileError(f"{path} is not a model directory: it has no config.json{hint}")
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         if (path / name).is_file():
             _check_json(path / name)
     for index in path.glob("*.safetensors.index.json"):
-        try:
-            shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ModelFileError(f"{index} is corrupt: it has no readable weight_map") from error
+        shards = _shards(index)
         if missing := [shard for shard in shards if not (path / shard).is_file()]:
             raise ModelFileError(f"{path} is incomplete: {index.name} names {', '.join(missing)}, which is not there")
     weights = sorted(path.glob("*.safetensors"))
@@ -186,3 +233,14 @@ def check_directory(path: Path) -> None:
         check_safetensors(file)
     if not weights and not list(path.glob("*.bin")):
         raise ModelFileError(f"{path} has a config.json but no weights: no *.safetensors and no *.bin file")
+
+
+def _shards(index: Path) -> list[str]:
+    """The names of the files that a *.safetensors.index.json lists."""
+    try:
+        shards = set(_parse_json(index.read_bytes())["weight_map"].values())
+    except (_NotJsonError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFileError(f"{index} is corrupt: it has no readable weight_map") from error
+    if not all(isinstance(shard, str) for shard in shards):
+        raise ModelFileError(f"{index} is corrupt: its weight_map names files by something other than text")
+    return sorted(shards)

@@ -83,6 +83,11 @@ KNOWN_MODELS: dict[str, KnownModel] = {
 }
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path has the suffix of a GGUF file, in whatever case."""
+    return path.suffix.lower() == ".gguf"
+
+
 def cache_dir() -> Path:
     """The cache's folder (not created here)."""
     if own := os.environ.get("HSPARK_CACHE"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,12 @@ from hspark.models.fetch import (
     ModelFileError,
     fetch,
     file_sha256,
+    is_gguf,
 )
 from hspark.models.pretrained import load_causal_lm, load_tokenizer
 from hspark.parallel import own_device, world_size
+
+logger = logging.getLogger("hspark")
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -83,11 +88,25 @@ def load_target(
     device: "auto" (the CUDA GPU if there is one, else the CPU), or a torch device or its name.
     progress: show downloads and one-time conversions on standard error.
     tensor_parallel: spread the model over the processes that torchrun started, one device each.
+    A target without a usable tokenizer is loaded all the same; a warning of the logger "hspark" says why it has none.
 
     Raises UnknownModelError for a name that is none of these, ModelFileError for files that are incomplete, truncated
     or corrupt (found from headers, before anything is loaded), ModelUnavailableError when files have to be fetched and
     cannot be, and ValueError for an unknown dtype or device. All of them are ValueErrors.
     """
+    target = _load(name_or_path, dtype, device, progress, tensor_parallel)
+    if target.tokenizer_problem is not None:
+        logger.warning("%s is loaded without a tokenizer: %s", target.name, target.tokenizer_problem)
+    return target
+
+
+def _load(
+    name_or_path: str | os.PathLike[str],
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    progress: bool,
+    tensor_parallel: bool,
+) -> LoadedTarget:
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device)
     source = _locate(name_or_path)
@@ -109,7 +128,7 @@ def load_target(
     model = load_causal_lm(source, dtype, device, progress, tensor_parallel)
     tokenizer, problem = load_tokenizer(source)
     path = source if isinstance(source, Path) else None
-    return LoadedTarget(name, model, tokenizer, _end_token_ids(model, tokenizer), path, problem)
+    return LoadedTarget(name, model, tokenizer, end_token_ids(model, tokenizer), path, problem)
 
 
 def _load_gguf(
@@ -124,7 +143,7 @@ def _load_gguf(
     else:
         tokenizer, problem = load_tokenizer(directory or path)
     # The header decides: some versions of transformers take another token for the tokenizer's end of sequence.
-    ends = _end_token_ids(model, None if summary.end_token_ids else tokenizer, summary.end_token_ids)
+    ends = end_token_ids(model, None if summary.end_token_ids else tokenizer, summary.end_token_ids)
     return LoadedTarget(name, model, tokenizer, ends, path, problem)
 
 
@@ -138,11 +157,11 @@ def _locate(name_or_path: str | os.PathLike[str]) -> KnownModel | Path | str:
     if path.is_dir():
         return path
     if path.is_file():
-        if path.suffix.lower() != ".gguf":
+        if not is_gguf(path):
             raise ModelFileError(f"{path} is neither a .gguf file nor a directory; {_accepted()}")
         return path
     text = str(name_or_path)
-    if path.suffix.lower() == ".gguf" or not isinstance(name_or_path, str) or not _HUB_ID.fullmatch(text):
+    if is_gguf(path) or not isinstance(name_or_path, str) or not _HUB_ID.fullmatch(text):
         close = difflib.get_close_matches(text.lower(), KNOWN_MODELS, n=1, cutoff=0.5)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise UnknownModelError(
@@ -207,11 +226,20 @@ def computes_bfloat16(device: torch.device) -> bool:
     return bool(capabilities().get("bf16"))
 
 
-def _end_token_ids(model: nn.Module, tokenizer: Any, more: tuple[int, ...] = ()) -> tuple[int, ...]:
-    config: Any = model.config
-    text = config.get_text_config()
+def end_token_ids(model: Any, tokenizer: Any = None, more: Iterable[int] = ()) -> tuple[int, ...]:
+    """Every token id of the model's vocabulary that ends a sequence, ascending.
+
+    Those of the model's generation config, its config, its text config and its tokenizer (None: no tokenizer), and
+    `more`, as from a file's header. ValueError, naming the holder, for what is neither an integer nor a list of them.
+    """
+    text = model.config.get_text_config()
     found = set(more)
-    for holder in (getattr(model, "generation_config", None), config, text, tokenizer):
+    for holder in (getattr(model, "generation_config", None), model.config, text, tokenizer):
         value = getattr(holder, "eos_token_id", None)
-        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+        ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
+            raise ValueError(
+                f"eos_token_id={value!r} of {type(holder).__name__} is not a token id; use an integer or a list of them"
+            )
+        found.update(int(token) for token in ids)
     return tuple(sorted(token for token in found if 0 <= token < text.vocab_size))

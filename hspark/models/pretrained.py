@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import nn
 
-from hspark.models.fetch import ModelFileError, ModelUnavailableError
+from hspark.models.fetch import ModelFileError, ModelUnavailableError, is_gguf
 from hspark.parallel import check_divisible, world_size
 
 # Without one of these a directory has no tokenizer, though transformers may construct an empty one from its config.
@@ -55,7 +55,7 @@ def _arguments(source: Path | str) -> tuple[str, dict[str, Any]]:
     """What from_pretrained takes for a .gguf file, a directory or a hub id."""
     if isinstance(source, str):
         return source, {"local_files_only": hub_is_offline()}
-    if source.suffix == ".gguf":
+    if is_gguf(source):
         return str(source.parent), {"gguf_file": source.name}
     return str(source), {"local_files_only": True}
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -88,6 +90,99 @@ def test_a_part_of_a_split_gguf_is_refused(tmp_path: Path) -> None:
         check_gguf(tmp_path / "a-00001-of-00002.gguf")
 
 
+def _text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+STRING, FLOAT, INT, ARRAY, BOOL = 8, 6, 5, 9, 7
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("deep", struct.pack("<IIQ", ARRAY, ARRAY, 1) + struct.pack("<IQ", ARRAY, 1) * 5000, "nested more than 8 deep"),
+        ("many", struct.pack("<IIQ", ARRAY, STRING, 2**62), "header cannot be read"),
+        ("general.alignment", struct.pack("<I", STRING) + _text("abc"), r"general\.alignment is 'abc'"),
+        ("general.alignment", struct.pack("<Ii", INT, 0), r"general\.alignment is 0; .* an integer from 1 up"),
+        ("split.count", struct.pack("<I", STRING) + _text("two"), r"split\.count is 'two'"),
+        ("split.count", struct.pack("<I?", BOOL, True), r"split\.count is True"),
+        ("tokenizer.ggml.eos_token_id", struct.pack("<If", FLOAT, 1.5), r"eos_token_id is 1\.5"),
+        ("tokenizer.ggml.eot_token_id", struct.pack("<IIQI", ARRAY, INT, 1, 7), "eot_token_id is an array"),
+    ],
+)
+def test_metadata_of_another_type_is_a_named_error(tmp_path: Path, key: str, value: bytes, message: str) -> None:
+    file = tmp_path / "odd.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + _text(key) + value)
+    with pytest.raises(ModelFileError, match=rf"odd\.gguf is .*corrupt: .*{message}"):
+        check_gguf(file)
+
+
+def test_a_gguf_tensor_of_many_dimensions_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "odd.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + _text("t") + struct.pack("<I", 9) + bytes(200))
+    with pytest.raises(ModelFileError, match=r"odd\.gguf is truncated or corrupt.*'t' has 9 dimensions"):
+        check_gguf(file)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_damaged_header_is_a_named_error_or_harmless(tiny_gguf: Path, scratch: Path, data: st.DataObject) -> None:
+    content = bytearray(tiny_gguf.read_bytes())
+    size = len(content) - sum(p.numel() for p in toy_llama().parameters()) * 4
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(4, size - 1))] = data.draw(st.integers(0, 255))
+    damaged = scratch / "damaged.gguf"
+    damaged.write_bytes(content)
+    message = str(damaged)
+    try:
+        check_gguf(damaged)
+    except ModelFileError as error:
+        message = str(error)
+    assert str(damaged) in message
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@given(header=VALUES | st.fixed_dictionaries({"a": VALUES | st.fixed_dictionaries({"data_offsets": VALUES})}))
+def test_a_safetensors_header_of_another_shape_is_a_named_error(scratch: Path, header: Any) -> None:
+    content = json.dumps(header).encode()
+    file = scratch / "odd.safetensors"
+    file.write_bytes(struct.pack("<Q", len(content)) + content + b"data")
+    with pytest.raises(ModelFileError, match=r"odd\.safetensors is truncated or corrupt"):
+        check_safetensors(file)
+
+
+@pytest.mark.parametrize("offsets", [[0, "x"], ["0", 4], [4], [0, 4, 8], 4, None, [0, 4.0], [0, True]])
+def test_data_offsets_that_are_no_two_integers_are_a_named_error(tmp_path: Path, offsets: Any) -> None:
+    content = json.dumps({"a": {"data_offsets": offsets}}).encode()
+    file = tmp_path / "odd.safetensors"
+    file.write_bytes(struct.pack("<Q", len(content)) + content + b"data")
+    with pytest.raises(ModelFileError, match=r"odd\.safetensors is truncated or corrupt"):
+        check_safetensors(file)
+
+
+def test_json_that_is_nested_too_deep_is_a_named_error(directory: Path) -> None:
+    deep = b"[" * 100_000
+    (directory / "odd.safetensors").write_bytes(struct.pack("<Q", len(deep)) + deep)
+    with pytest.raises(ModelFileError, match=r"odd\.safetensors is truncated or corrupt"):
+        check_directory(directory)
+    (directory / "config.json").write_bytes(b'{"a":' + deep)
+    with pytest.raises(ModelFileError, match=r"config\.json is truncated or corrupt"):
+        check_directory(directory)
+
+
+@pytest.mark.parametrize("shards", [{"a": 3}, {"a": None, "b": "x"}, {"a": ["x"]}, [1], "x", None])
+def test_an_index_of_another_shape_is_a_named_error(directory: Path, shards: Any) -> None:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(ModelFileError, match=r"index\.json is corrupt"):
+        check_directory(directory)
+
+
 def test_a_whole_directory_passes(directory: Path) -> None:
     check_directory(directory)
 
@@ -107,8 +202,8 @@ def test_a_directory_without_config_or_weights_is_refused(directory: Path) -> No
     (directory / "config.json").unlink()
     with pytest.raises(ModelFileError, match=r"no config\.json$"):
         check_directory(directory)
-    write_gguf(directory / "some.gguf")
-    with pytest.raises(ModelFileError, match=r"it holds some\.gguf: pass that file's path"):
+    write_gguf(directory / "some.GGUF")
+    with pytest.raises(ModelFileError, match=r"it holds some\.GGUF: pass that file's path"):
         check_directory(directory)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hspark.models import (
     ModelFileError,
     ModelUnavailableError,
     UnknownModelError,
+    end_token_ids,
     load_target,
     pretrained,
     resolve_device,
@@ -121,16 +123,43 @@ def test_loading_is_quiet(tmp_path: Path, tiny_gguf: Path, cache: Path, capfd: p
 
 
 @pytest.mark.parametrize("source", ["directory", "gguf"])
-def test_without_a_tokenizer_the_reason_is_kept(tmp_path: Path, cache: Path, source: str) -> None:
+def test_without_a_tokenizer_the_reason_is_kept_and_said(
+    tmp_path: Path, cache: Path, source: str, caplog: pytest.LogCaptureFixture
+) -> None:
     if source == "directory":
         path = write_directory(tmp_path / "model", tokenizer=False)
     else:
         path = write_gguf(tmp_path / "model.gguf", tokenizer=False)
     for _ in range(2):  # the second time from the converted copy
+        caplog.clear()
         target = load_target(path, "float32", "cpu", progress=False)
         assert target.tokenizer is None
         assert target.tokenizer_problem is not None
         assert "tokenizer" in target.tokenizer_problem
+        assert caplog.messages == [f"model is loaded without a tokenizer: {target.tokenizer_problem}"]
+
+
+def test_a_tokenizer_that_cannot_be_read_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_directory(tmp_path / "model")
+    (path / "tokenizer.json").write_text("{}")
+    target = load_target(path, "float32", "cpu")
+    assert target.tokenizer is None
+    assert "could not be loaded" in str(target.tokenizer_problem)
+    assert caplog.messages == [f"model is loaded without a tokenizer: {target.tokenizer_problem}"]
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["converted", "read anew"])
+def test_the_suffix_of_a_gguf_file_may_be_in_capitals(
+    tiny_gguf: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, expected: Tensor, kept: bool
+) -> None:
+    path = tmp_path / "TINY.GGUF"
+    path.write_bytes(tiny_gguf.read_bytes())
+    if not kept:
+        monkeypatch.setattr("hspark.models.convert.MAX_CONVERTED_BYTES", 0)
+    target = load_target(path, "float32", "cpu", progress=False)
+    torch.testing.assert_close(_logits(target.model), expected)
+    assert target.tokenizer("the")["input_ids"] == encode("the")
+    assert target.eos_token_ids == load_target(tiny_gguf, "float32", "cpu", progress=False).eos_token_ids
 
 
 def test_end_tokens_are_collected_from_everywhere(tmp_path: Path) -> None:
@@ -138,6 +167,19 @@ def test_end_tokens_are_collected_from_everywhere(tmp_path: Path) -> None:
     config = json.loads((path / "generation_config.json").read_text())
     (path / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [7, 5, 100_000]}))
     assert load_target(path, "float32", "cpu").eos_token_ids == (5, 7, TOY_EOS)
+
+
+def test_end_tokens_of_a_model_and_tokenizer() -> None:
+    model = toy_llama()
+    assert end_token_ids(model) == (TOY_EOS,)
+    model.generation_config.eos_token_id = [7, 5, 100_000, -1]
+    assert end_token_ids(model, SimpleNamespace(eos_token_id=9)) == (5, 7, 9, TOY_EOS)
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    assert end_token_ids(model, SimpleNamespace(eos_token_id=None)) == ()
+    assert end_token_ids(model, more=(4, 2, 100_000)) == (2, 4)
+    for wrong in ("</s>", 1.5, [3, None], True):
+        with pytest.raises(ValueError, match=r"eos_token_id=.* of SimpleNamespace is not a token id"):
+            end_token_ids(model, SimpleNamespace(eos_token_id=wrong))
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
