@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from hspark.sampling import GREEDY_TEMPERATURE, SamplingMode
@@ -13,21 +14,29 @@ from hspark.sampling import GREEDY_TEMPERATURE, SamplingMode
 T = TypeVar("T")
 
 
+# Whole numbers end up in tensors of 64 bits, some of them added to others.
+LARGEST = 2**31 - 1
+
+
 def _number(name: str, value: Any, low: float, high: float, accepted: str, *, open_low: bool = False) -> float:
     """`value` as a float within [low, high] (or (low, high]); a ValueError that names it otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if number != number:
         raise ValueError(f"{name}={value!r} is not a number; use {accepted}")
-    if value < low or value > high or (open_low and value == low):
+    if not low <= number <= high or (open_low and number == low):
         raise ValueError(f"{name}={value!r} is out of range; use {accepted}")
-    return float(value)
+    return float(number)
 
 
-def _integer(name: str, value: Any, low: int, accepted: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _integer(name: str, value: Any, low: int, accepted: str, high: int = LARGEST) -> int:
+    """`value` as an int within [low, high]; a ValueError that names it otherwise."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name}={value!r} is not an integer; use {accepted}")
-    if value < low:
-        raise ValueError(f"{name}={value!r} is out of range; use {accepted}")
-    return value
+    number = int(value)
+    if not low <= number <= high:
+        beyond = f", up to {high}" if number > high == LARGEST else ""
+        raise ValueError(f"{name}={value!r} is out of range; use {accepted}{beyond}")
+    return number
 
 
 class UnknownParameterError(ValueError, TypeError):
@@ -59,7 +68,7 @@ class SamplingParams:
     together reach the speculator's max_length, where the output is cut with finish reason "length".
     temperature: 0 is greedy (so is anything up to 1e-5).
     top_k (0 = off), top_p in (0, 1], min_p in [0, 1]: filters, in that order.
-    repetition_penalty > 0, presence_penalty, frequency_penalty: as in the OpenAI and Hugging Face definitions.
+    repetition_penalty (at least 0.0001), presence_penalty, frequency_penalty: defined as by OpenAI and Hugging Face.
     logit_bias: {token id: added to its logit}; -100 bans, +100 forces.
     stop: strings that end the output; the text is cut before the first one found.
     stop_token_ids: ids that end the output, beside the model's own; the stop token is the last of `token_ids`.
@@ -89,17 +98,13 @@ class SamplingParams:
         def fix(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        _integer("max_new_tokens", self.max_new_tokens, 1, "an integer of at least 1")
+        fix("max_new_tokens", _integer("max_new_tokens", self.max_new_tokens, 1, "an integer of at least 1"))
         fix("temperature", _number("temperature", self.temperature, 0.0, 1e4, "a number from 0 (greedy) to 10000"))
-        _integer("top_k", self.top_k, 0, "an integer of at least 0 (0 = off)")
+        fix("top_k", _integer("top_k", self.top_k, 0, "an integer of at least 0 (0 = off)"))
         fix("top_p", _number("top_p", self.top_p, 0.0, 1.0, "a number above 0 and up to 1 (1 = off)", open_low=True))
         fix("min_p", _number("min_p", self.min_p, 0.0, 1.0, "a number from 0 (off) to 1"))
-        fix(
-            "repetition_penalty",
-            _number(
-                "repetition_penalty", self.repetition_penalty, 0.0, 1e4, "a number above 0 (1 = off)", open_low=True
-            ),
-        )
+        accepted = "a number from 0.0001 to 10000 (1 = off)"
+        fix("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 1e-4, 1e4, accepted))
         for name in ("presence_penalty", "frequency_penalty"):
             fix(name, _number(name, getattr(self, name), -1e4, 1e4, "a number from -10000 to 10000 (0 = off)"))
         fix("stop", self._check_stop(self.stop))
@@ -107,15 +112,15 @@ class SamplingParams:
         if self.logit_bias is not None:
             fix("logit_bias", self._check_bias(self.logit_bias))
         if self.seed is not None:
-            _integer("seed", self.seed, 0, "an integer from 0 to 2**63 - 1, or None")
-            if self.seed >= 2**63:
-                raise ValueError(f"seed={self.seed!r} is out of range; use an integer from 0 to 2**63 - 1, or None")
+            fix("seed", _integer("seed", self.seed, 0, "an integer from 0 to 2**63 - 1, or None", 2**63 - 1))
         for name in ("ignore_eos", "logprobs", "speculate"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a bool; use True or False")
 
     @staticmethod
     def _check_stop(stop: Any) -> tuple[str, ...]:
+        if stop is None:  # as other libraries write it
+            return ()
         if not isinstance(stop, Iterable):
             raise ValueError(f"stop={stop!r} is not usable; use a string or a list of strings")
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -126,7 +131,7 @@ class SamplingParams:
 
     @staticmethod
     def _check_ids(name: str, ids: Any) -> tuple[int, ...]:
-        if isinstance(ids, str) or not isinstance(ids, Iterable):
+        if isinstance(ids, str | bytes | bytearray) or not isinstance(ids, Iterable):
             raise ValueError(f"{name}={ids!r} is not a list; use a list of token ids")
         return tuple(_integer(name, i, 0, "token ids of at least 0") for i in ids)
 
@@ -189,26 +194,29 @@ class EngineConfig:
     allow_lossy: bool = False
 
     def __post_init__(self) -> None:
+        def whole(name: str, low: int, accepted: str) -> None:
+            object.__setattr__(self, name, _integer(name, getattr(self, name), low, accepted))
+
         if isinstance(self.budget, str) and self.budget not in ("adaptive", "all"):
             raise ValueError(f"budget={self.budget!r} is unknown; use 'adaptive', 'all', or an integer of at least 0")
         if not isinstance(self.budget, str):
-            _integer("budget", self.budget, 0, "'adaptive', 'all', or an integer of at least 0")
+            whole("budget", 0, "'adaptive', 'all', or an integer of at least 0")
         if self.drafting not in ("greedy", "probabilistic"):
             raise ValueError(f"drafting={self.drafting!r} is unknown; use 'greedy' or 'probabilistic'")
         if self.budget_delay is not None:
-            _integer("budget_delay", self.budget_delay, 0, "an integer of at least 0 (2 is the paper's), or None")
-        _integer("max_batch_size", self.max_batch_size, 1, "an integer of at least 1")
-        _integer("max_length", self.max_length, 2, "an integer of at least 2 tokens")
-        _integer("prefill_tokens", self.prefill_tokens, 1, "an integer of at least 1")
+            whole("budget_delay", 0, "an integer of at least 0 (2 is the paper's), or None")
+        whole("max_batch_size", 1, "an integer of at least 1")
+        whole("max_length", 2, "an integer of at least 2 tokens")
+        whole("prefill_tokens", 1, "an integer of at least 1")
         if self.run_ahead is not None:
-            _integer("run_ahead", self.run_ahead, 0, "an integer of at least 0, or None")
+            whole("run_ahead", 0, "an integer of at least 0, or None")
             delay = PAPER_DELAY if self.budget_delay is None else self.budget_delay
-            if self.run_ahead and self.budget == "adaptive" and delay <= self.run_ahead:
+            if self.budget == "adaptive" and 0 < delay <= self.run_ahead:  # fresh sizing waits for its own step
                 raise ValueError(
                     f"budget_delay={delay} needs survivals that run_ahead={self.run_ahead} has not read "
                     f"yet; use a budget_delay above {self.run_ahead}"
                 )
-        if self.compile not in ("auto", "step", True, False):
+        if not (isinstance(self.compile, bool) or self.compile in ("auto", "step")):
             raise ValueError(f"compile={self.compile!r} is unknown; use 'auto', True, False or 'step'")
         if not isinstance(self.allow_lossy, bool):
             raise ValueError(f"allow_lossy={self.allow_lossy!r} is not a bool; use True or False")

@@ -8,6 +8,7 @@ step was enqueued, not to the row.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 import warnings
 from collections import deque
@@ -22,7 +23,7 @@ from hspark.drafters.base import PromptReader
 from hspark.parallel import from_first_rank
 from hspark.policy import BudgetDecision, CostModel
 from hspark.readback import Readback
-from hspark.request import Request
+from hspark.request import Request, check_request
 from hspark.rows import check_row, new_rows, write_request
 from hspark.sampling import SamplingMode
 from hspark.sizing import Sizing
@@ -44,7 +45,7 @@ class Engine:
     they size. functions: the step's own, compiled or not; sizes are padded for compiled ones. rows: the device's record
     of free rows, or None for a new one. run_ahead: steps enqueued before the oldest outcome is read.
     prefill_tokens: prompt tokens processed between two decode steps while other requests are running. sharded: the
-    target is spread over processes that all run this engine on the same requests. Not thread-safe.
+    target is spread over processes that all run this engine on the same requests. Threads take turns, step by step.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Engine:
         self.slots_verified = 0
         self.draft_failures = 0
         self._numbers = 0
+        self._turn = threading.RLock()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -97,38 +99,28 @@ class Engine:
         self.check(prompt, params)
         seed = params.seed if params.seed is not None else from_first_rank(secrets.randbits(63), self.sharded)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(self.eos_token_ids))
-        request = Request(self._numbers, list(prompt), params, seed, stop_ids, self.tokenizer, self.lossy)
-        self._numbers += 1
-        self.waiting.append(request)
+        lossy = self.lossy and not params.greedy
+        with self._turn:
+            request = Request(self._numbers, list(prompt), params, seed, stop_ids, self.tokenizer, lossy)
+            self._numbers += 1
+            self.waiting.append(request)
         return request
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
-        vocab = self.target.vocab_size
-        if not prompt:
-            raise ValueError("prompt is empty; use at least one token")
-        if len(prompt) >= self.capacity:
-            raise ValueError(
-                f"prompt has {len(prompt)} tokens, which leaves no room in max_length={self.capacity}; "
-                f"use at most {self.capacity - 1} tokens, or a larger max_length"
-            )
-        named = {"prompt": prompt, "logit_bias": params.logit_bias or (), "stop_token_ids": params.stop_token_ids}
-        for name, ids in named.items():
-            bad = [i for i in ids if not 0 <= i < vocab]
-            if bad:
-                raise ValueError(f"{name} holds token id {bad[0]}; the target's ids are 0 to {vocab - 1}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop!r} needs a tokenizer, and this target has none; use stop_token_ids")
+        """ValueError for a prompt or parameters that cannot run here."""
+        check_request(prompt, params, self.capacity, self.target.vocab_size, self.tokenizer)
 
     def cancel(self, request: Request) -> None:
         """Ends a request now, with what it has. Cancelling one that has ended does nothing."""
-        if request in self.waiting:
-            self.waiting.remove(request)
-        request.finish("cancelled")
-        for row, owner in enumerate(self.owners):
-            if owner is request:
-                self._release(row)
-                if not request.metrics.steps:  # nobody has seen logits of it: its prompt may have left NaNs
-                    self._scrub(row)
+        with self._turn:
+            if request in self.waiting:
+                self.waiting.remove(request)
+            request.finish("cancelled")
+            for row, owner in enumerate(self.owners):
+                if owner is request:
+                    self._release(row)
+                    if not request.metrics.steps:  # nobody has seen logits of it: its prompt may have left NaNs
+                        self._scrub(row)
 
     @property
     def decision(self) -> BudgetDecision:
@@ -143,15 +135,23 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admits, prefills a bounded number of prompt tokens, enqueues one decode step, collects an old one."""
-        self._admit()
-        self._prefill()
-        if any(owner is not None and self._ready(owner) for owner in self.owners):
-            self._launch()
-        elif self.in_flight:
-            self._collect(self.in_flight.popleft())
-        while len(self.in_flight) > self.run_ahead:
-            self._collect(self.in_flight.popleft())
+        """Admits, prefills a bounded number of prompt tokens, enqueues one decode step, collects an old one.
+
+        Whatever interrupts it, a signal for example, the engine goes on afterwards from what requests have been told.
+        """
+        with self._turn:
+            try:
+                self._admit()
+                self._prefill()
+                if any(owner is not None and self._ready(owner) for owner in self.owners):
+                    self._launch()
+                elif self.in_flight:
+                    self._collect(self.in_flight.popleft())
+                while len(self.in_flight) > self.run_ahead:
+                    self._collect(self.in_flight.popleft())
+            except BaseException:
+                self._resume()
+                raise
 
     def _ready(self, request: Request) -> bool:
         return request.prefilled >= len(request.prompt) - 1
@@ -159,18 +159,22 @@ class Engine:
     def _admit(self) -> None:
         for row, owner in enumerate(self.owners):
             if owner is None and self.waiting:
-                self._claim(row, self.waiting.popleft())
+                self._claim(row, self.waiting[0])
+                self.waiting.popleft()
 
     def _claim(self, row: int, request: Request) -> None:
         """Gives a free row to a request."""
-        params, prompt = request.params, request.prompt
         self.owners[row] = request
         request.admitted = time.perf_counter()
-        self.rows = write_request(self.rows, row, prompt, params, request.seed, self.target.vocab_size)
-        self.speculate[row] = params.speculate
+        self._write(row, request)
         self.suspended.discard(row)
         if self._ready(request):
             self._start(row)
+
+    def _write(self, row: int, request: Request) -> None:
+        params, vocab = request.params, self.target.vocab_size
+        self.rows = write_request(self.rows, row, request.prompt, params, request.seed, vocab)
+        self.speculate[row] = params.speculate
 
     def _start(self, row: int) -> None:
         self.rows.running[row] = True
@@ -183,12 +187,15 @@ class Engine:
         self.sizing.history.release(row)
 
     def _prefill(self) -> None:
-        """Processes prompts, oldest row first; all but the last token, which is the first anchor."""
+        """Processes prompts, oldest request first; all but the last token, which is the first anchor. While others are
+        decoding, at most `prefill_tokens` of them."""
         busy = any(owner is not None and self._ready(owner) for owner in self.owners)
         room = self.prefill_tokens
-        for row, request in enumerate(self.owners):
-            while request is not None and not self._ready(request) and (room > 0 or not busy):
-                count = min(len(request.prompt) - 1 - request.prefilled, self.prefill_tokens)
+        unready = [(o.number, row, o) for row, o in enumerate(self.owners) if o is not None and not self._ready(o)]
+        for _, row, request in sorted(unready, key=lambda entry: entry[0]):
+            while not self._ready(request) and (room > 0 or not busy):
+                most = room if busy else self.prefill_tokens
+                count = min(len(request.prompt) - 1 - request.prefilled, most)
                 self._prefill_chunk(row, request, count)
                 room -= count
 
@@ -200,7 +207,10 @@ class Engine:
             self.device_step.observe(features, torch.full_like(position, row), position)
         for drafter in self.device_step.drafters:
             if isinstance(drafter, PromptReader):
-                drafter.prefill(self.rows.tokens[row, start : start + count], row, start)
+                try:
+                    drafter.prefill(self.rows.tokens[row, start : start + count], row, start)
+                except Exception as error:
+                    self._draft_failed(error)
         request.prefilled += count
         request.metrics.prefill_seconds += time.perf_counter() - begun
         if self._ready(request):
@@ -267,13 +277,33 @@ class Engine:
             elif lists["failed"][row]:
                 self._fail(row, request)
             elif not request.done:
-                self._deliver(row, request, {name: values[row] for name, values in lists.items()}, logprobs)
+                seen = {name: values[row] for name, values in lists.items()}
+                self._deliver(row, request, seen, None if logprobs is None else logprobs[row])
 
     def _fail(self, row: int, request: Request) -> None:
         at = len(request.prompt) + len(request.token_ids)
         request.finish("error", f"the target's logits for position {at} hold NaN or infinity; the request was ended")
         self._release(row)
         self._scrub(row)
+
+    def _resume(self) -> None:
+        """After an interrupted step: every row goes back to what its request has been told, and nothing is in flight.
+
+        A step that was enqueued is lost. Its tokens come again: what a request emits is a function of its own text.
+        """
+        self.in_flight.clear()
+        self.suspended.clear()
+        self.waiting = deque(request for request in self.waiting if request not in self.owners)
+        for row, owner in enumerate(self.owners):
+            if owner is None or owner.done:
+                self._release(row)
+                continue
+            self._write(row, owner)
+            length = len(owner.prompt) + len(owner.token_ids)
+            self.rows.tokens[row, :length] = torch.tensor(owner.prompt + owner.token_ids, device=self.device)
+            self.rows.length[row] = length
+            if self._ready(owner):
+                self._start(row)
 
     def _scrub(self, row: int) -> None:
         """Zeroes what NaNs may have left in a row's keys and values: even where masked, they poison a weighted sum.
@@ -292,26 +322,15 @@ class Engine:
         self.target.buffers.clear(row, valid)
         self.void_before[row] = self.step_number
 
-    def _deliver(self, row: int, request: Request, seen: dict[str, Any], logprobs: list[list[float]] | None) -> None:
-        limit = min(len(request.prompt) + request.params.max_new_tokens, self.capacity) - len(request.prompt)
-        delivered = 0
-        for slot in range(seen["count"]):
-            value = logprobs[row][slot] if logprobs is not None and request.params.logprobs else None
-            last = len(request.token_ids) + 1 >= limit
-            delivered += 1
-            if not request.commit(seen["tokens"][slot], self.names[seen["sources"][slot]], value, last):
-                break
-        # A stop at an accepted draft takes the place of the step's own token, so that tokens = steps + accepted.
-        accepted = max(0, min(delivered - 1, seen["accepted"]))
-        request.count_step(self.names, seen["chain_sources"], seen["drafted"], seen["kept"], accepted, seen["reason"])
+    def _deliver(self, row: int, request: Request, seen: dict[str, Any], logprobs: list[float] | None) -> None:
+        limit = min(request.params.max_new_tokens, self.capacity - len(request.prompt))
+        request.deliver(seen, self.names, logprobs, limit)
         self.slots_verified += seen["kept"]
         if row in self.suspended:
             self.suspended.discard(row)
             self.speculate[row] = request.params.speculate
-        if request.done:
-            request.metrics.tokens = len(request.token_ids)
-            if self.owners[row] is request:
-                self._release(row)
+        if request.done and self.owners[row] is request:
+            self._release(row)
 
     def check_integrity(self) -> None:
         """Compares host and device state; RuntimeError that says what differs. Meaningful with nothing in flight."""

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--budget", default="adaptive", help="draft slots per step: adaptive, all or a number (default: adaptive)")
     add("--lookup", choices=["ngram", "none"], default="ngram", help="the model-free drafter (default: ngram)")
-    add("--max-length", type=int, default=2048, metavar="N", help="tokens of prompt and output (default: 2048)")
+    add("--max-length", type=int, metavar="N", help="tokens of prompt and output (default: 2048, or the model's limit)")
     return parser
 
 
@@ -180,7 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     params = sampling_params(options)
     if options.logprobs and not options.json:
         raise ValueError("logprobs are part of the JSON result; add --json")
-    EngineConfig(max_length=options.max_length, budget=parse_budget(options.budget))
+    length = {} if options.max_length is None else {"max_length": options.max_length}
+    EngineConfig(budget=parse_budget(options.budget), **length)
     set_threads(options.threads)
     messages = read_messages(options)
     speculator = load_speculator(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -12,7 +13,8 @@ from hspark.core import REASON_NAMES, SOURCE_TARGET, DrafterMetrics, RequestMetr
 class Detokenizer:
     """Turns token ids into text piece by piece; the pieces add up to what decoding everything at once gives.
 
-    A piece is held back while it ends inside a character of several tokens (the replacement character marks it).
+    A piece is held back while it ends inside a character of several tokens (the replacement character marks it). Where
+    bytes are no text at all, replacement characters may be more or fewer than at once.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -107,6 +109,29 @@ class Request:
             self.finish("stop" if stopped else "length")
         return not self.done
 
+    def deliver(self, seen: dict[str, Any], names: list[str], logprobs: list[float] | None, limit: int) -> None:
+        """Commits what one step emitted, up to a stop or to `limit` output tokens, and books the step.
+
+        seen: this row's values of the step's `Outcome`. names: what each SOURCE_* code is called. logprobs: one for
+        each token, if anybody asked.
+        """
+        delivered = 0
+        for slot in range(seen["count"]):
+            value = logprobs[slot] if logprobs is not None and self.params.logprobs else None
+            delivered += 1
+            last = len(self.token_ids) + 1 >= limit
+            try:
+                if not self.commit(seen["tokens"][slot], names[seen["sources"][slot]], value, last):
+                    break
+            except Exception as error:  # a tokenizer's
+                self.finish("error", f"token id {seen['tokens'][slot]} cannot be decoded: {error!r}")
+                break
+        # A stop at an accepted draft takes the place of the step's own token, so that tokens = steps + accepted.
+        accepted = max(0, min(delivered - 1, seen["accepted"]))
+        self.count_step(names, seen["chain_sources"], seen["drafted"], seen["kept"], accepted, seen["reason"])
+        if self.done:
+            self.metrics.tokens = len(self.token_ids)
+
     def _append(self, piece: str) -> bool:
         """Adds text; True if it completes a stop string, before which the text is then cut."""
         begin = max(0, len(self._text) - self._overlap)
@@ -122,7 +147,8 @@ class Request:
             return
         by_id = reason == "stop" and self.token_ids[-1] in self.stop_ids
         if self.detokenizer is not None and (by_id or reason in ("cancelled", "error")):
-            self._append(self.detokenizer.finish())
+            with contextlib.suppress(Exception):  # a tokenizer that raised before would do so again
+                self._append(self.detokenizer.finish())
         self.finish_reason, self.error = reason, error
         self.metrics.tokens = len(self.token_ids)
         self.metrics.seconds = time.perf_counter() - self.admitted
@@ -171,3 +197,27 @@ class Request:
 def _bump(counts: list[int], index: int) -> None:
     counts.extend([0] * (index + 1 - len(counts)))
     counts[index] += 1
+
+
+def check_request(prompt: list[int], params: SamplingParams, capacity: int, vocab: int, tokenizer: Any | None) -> None:
+    """ValueError, by name, for what cannot run: on rows of `capacity` tokens and a target of `vocab` token ids."""
+    if not prompt:
+        raise ValueError("prompt is empty; use at least one token")
+    if len(prompt) >= capacity:
+        raise ValueError(
+            f"prompt has {len(prompt)} tokens, which leaves no room in max_length={capacity}; "
+            f"use at most {capacity - 1} tokens, or a larger max_length"
+        )
+    named = {"prompt": prompt, "logit_bias": params.logit_bias or (), "stop_token_ids": params.stop_token_ids}
+    for name, ids in named.items():
+        bad = [i for i in ids if not 0 <= i < vocab]
+        if bad:
+            raise ValueError(f"{name} holds token id {bad[0]}; the target's ids are 0 to {vocab - 1}")
+    if params.stop and tokenizer is None:
+        raise ValueError(f"stop={params.stop!r} needs a tokenizer, and this target has none; use stop_token_ids")
+    for special in getattr(tokenizer, "all_special_tokens", ()) if params.stop else ():
+        if any(special in stop for stop in params.stop):
+            raise ValueError(
+                f"stop={params.stop!r} holds the special token {special!r}, which is no part of the text; "
+                f"use stop_token_ids=[{tokenizer.convert_tokens_to_ids(special)}]"  # type: ignore[union-attr]
+            )

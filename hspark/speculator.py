@@ -13,15 +13,18 @@ import torch
 from tqdm import tqdm
 
 from hspark.building import (
+    as_drafter,
+    check_cost,
+    check_ends,
     check_length,
-    end_ids,
+    default_length,
     make_compiler,
     make_config,
     make_cost,
     make_drafter,
     make_lookup,
     make_rules,
-    settle_delay,
+    settle,
 )
 from hspark.compiled_layers import compile_layers
 from hspark.config import SamplingParams
@@ -30,9 +33,9 @@ from hspark.drafters.base import Drafter
 from hspark.engine import Engine
 from hspark.graphs import hold_addresses
 from hspark.huge_pages import use_huge_pages
-from hspark.models import load_target, resolve_device, resolve_dtype
+from hspark.models import end_token_ids, load_target, resolve_device, resolve_dtype
 from hspark.parallel import from_first_rank, is_sharded
-from hspark.policy import CostModel, load_cost
+from hspark.policy import AcceptanceEstimator, CostModel, load_cost
 from hspark.request import Request
 from hspark.rows import new_rows
 from hspark.step import DecodeStep, StepFunctions
@@ -65,9 +68,12 @@ class HybridSpeculator:
 
     Most users call `from_pretrained`. The constructor takes objects: `model`, a transformers causal LM; `tokenizer`, or
     None (prompts are then token ids, and outputs have no text); `drafter`, a model Drafter, or None; `lookup`, "ngram",
-    None, or a Drafter; `estimator` (see `AcceptanceEstimator.resolve`) for the n-gram drafter; `cost`, "auto" (measured
-    at start-up), a file, or a CostModel; and the settings of `EngineConfig`.
+    None, or a Drafter; `estimator` for the n-gram drafter, one or what `AcceptanceEstimator.resolve` takes; `cost`,
+    "auto" (measured at start-up), a file, or a CostModel; and the settings of `EngineConfig`. Calls from several
+    threads take turns.
     """
+
+    tokenizer_problem: str | None = None  # why a target that should have a tokenizer has none
 
     def __init__(
         self,
@@ -78,17 +84,21 @@ class HybridSpeculator:
         eos_token_ids: tuple[int, ...] | None = None,
         drafter: Drafter | None = None,
         lookup: str | Drafter | None = "ngram",
-        estimator: str | os.PathLike[str] = "auto",
+        estimator: str | os.PathLike[str] | AcceptanceEstimator = "auto",
         cost: str | os.PathLike[str] | CostModel = "auto",
         **settings: Any,
     ) -> None:
         device = next(model.parameters()).device
-        self.config = settle_delay(make_config(settings), device, drafter is not None)
-        self.policy, self.verifier, lossy = make_rules(self.config, drafter is not None, lookup is not None)
+        settings.setdefault("max_length", default_length(model))
+        self.config = settle(make_config(settings), device, drafter is not None)
+        as_drafter("drafter", drafter, "None or a Drafter; from_pretrained takes names and paths")
+        self.policy, self.verifier, lossy = make_rules(self.config, drafter, lookup)
+        check_cost(cost)
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
         free, self.estimator_note = make_lookup(lookup, estimator, self.name)
         self.tokenizer = tokenizer
         check_length(self.config.max_length, model)
+        ends = end_token_ids(model, tokenizer) if eos_token_ids is None else check_ends(eos_token_ids, model)
         weight_bytes = sum(weight.nbytes for weight in model.parameters())
         compiler = make_compiler(self.config.compile, device)
         target = CausalTarget(model, self.config.max_batch_size, self.config.max_length, lay_out=compiler is None)
@@ -105,15 +115,14 @@ class HybridSpeculator:
         if functions.compiled and target.device.type == "cuda":
             hold_addresses(rows, step)
         self.cost = from_first_rank(make_cost(cost, step, functions, rows), sharded)
-        run_ahead = self.config.run_ahead
         self.engine = Engine(
             step,
             self.cost,
             budget=self.config.budget,
-            budget_delay=self.config.budget_delay or 0,  # settled above
-            run_ahead=int(target.device.type != "cpu") if run_ahead is None else run_ahead,
+            budget_delay=self.config.budget_delay or 0,  # both are settled above
+            run_ahead=self.config.run_ahead or 0,
             prefill_tokens=self.config.prefill_tokens,
-            eos_token_ids=end_ids(model, tokenizer) if eos_token_ids is None else eos_token_ids,
+            eos_token_ids=ends,
             tokenizer=tokenizer,
             lossy=lossy,
             functions=functions,
@@ -132,13 +141,13 @@ class HybridSpeculator:
         budget: str | int = "adaptive",
         drafting: str = "greedy",
         verify: Any = "coupled",
-        estimator: str | os.PathLike[str] = "auto",
+        estimator: str | os.PathLike[str] | AcceptanceEstimator = "auto",
         cost: str | os.PathLike[str] | CostModel = "auto",
         budget_delay: int | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         max_batch_size: int = 4,
-        max_length: int = 2048,
+        max_length: int | None = None,
         compile: str | bool = "auto",
         allow_lossy: bool = False,
         progress: bool = True,
@@ -149,20 +158,24 @@ class HybridSpeculator:
 
         target: "smollm2-135m", a Hugging Face id, a model directory, or a .gguf file.
         drafter: "auto" (the one known for this target, else none), None, a checkpoint directory or hub id, a Drafter.
-        lookup: "ngram" or None. estimator: "auto", a preset's name, or a file. cost: "auto", a file, or a CostModel.
-        dtype: "auto", "float32", "bfloat16", "float16". device: "auto", "cpu", "cuda". The rest as in EngineConfig.
+        lookup: "ngram", None, or a Drafter. estimator: "auto", a preset's name, a file, or an AcceptanceEstimator.
+        cost: "auto", a file, or a CostModel. dtype: "auto", "float32", "bfloat16", "float16".
+        device: "auto", "cpu", "cuda". max_length: None for 2048, or as many positions as the target has if they are
+        fewer. The rest as in EngineConfig.
         tensor_parallel: spread the target over the processes that torchrun started; all of them make the same calls
         and get the same outputs.
         Every argument is checked before the target is loaded; errors are ValueErrors that name it.
         """
         settings.update(policy=policy, budget=budget, drafting=drafting, verify=verify, budget_delay=budget_delay)
-        settings.update(max_batch_size=max_batch_size, max_length=max_length, compile=compile, allow_lossy=allow_lossy)
+        settings.update(max_batch_size=max_batch_size, compile=compile, allow_lossy=allow_lossy)
+        if max_length is not None:
+            settings["max_length"] = max_length
         config = make_config(settings)
         resolve_dtype(dtype, resolve_device(device))
         model_drafter = make_drafter(drafter, str(target), config, dtype, device)
-        make_rules(config, model_drafter is not None, lookup is not None)
+        make_rules(settle(config, resolve_device(device), model_drafter is not None), model_drafter, lookup)
         make_lookup(lookup, estimator, str(target))
-        loaded_cost = load_cost(cost) if isinstance(cost, str | os.PathLike) and cost != "auto" else cost
+        loaded_cost = load_cost(cost) if isinstance(cost, str | os.PathLike) and cost != "auto" else check_cost(cost)
         loaded = load_target(target, dtype, device, progress=progress, tensor_parallel=tensor_parallel)
         speculator = cls(
             loaded.model,
@@ -175,6 +188,7 @@ class HybridSpeculator:
             cost=loaded_cost,
             **settings,
         )
+        speculator.tokenizer_problem = loaded.tokenizer_problem
         if speculator.estimator_note:
             logger.info(speculator.estimator_note)
         return speculator
@@ -185,8 +199,9 @@ class HybridSpeculator:
         """Token ids of a prompt: a string, token ids, or chat messages (rendered with the target's chat template)."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError("prompt is a string, but this target has no tokenizer; use a list of token ids")
-            return list(self.tokenizer(prompt)["input_ids"])
+                why = f" ({self.tokenizer_problem})" if self.tokenizer_problem else ""
+                raise ValueError(f"prompt is a string, but this target has no tokenizer{why}; use a list of token ids")
+            return self._tokenize(prompt)
         items = _items("prompt", prompt)
         if items and all(isinstance(item, dict) for item in items):
             return self._encode_messages(items)
@@ -209,7 +224,14 @@ class HybridSpeculator:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template may refuse with any exception
             raise ValueError(f"prompt={messages!r} does not fit this target's chat template: {error}") from error
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._tokenize(text, add_special_tokens=False)
+
+    def _tokenize(self, text: str, **options: Any) -> list[int]:
+        assert self.tokenizer is not None
+        try:
+            return list(self.tokenizer(text, **options)["input_ids"])
+        except Exception as error:  # lone surrogates, for example, are no text to any tokenizer
+            raise ValueError(f"prompt={text!r} cannot be tokenized: {error}; use valid Unicode text") from error
 
     # -- decoding ------------------------------------------------------------------------------------------------
 
@@ -280,7 +302,7 @@ class HybridSpeculator:
 def _items(name: str, value: Any) -> list[Any]:
     """The entries of a list, tuple, range, tensor or array."""
     items = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(items, str) or not isinstance(items, Sequence):
+    if isinstance(items, str | bytes | bytearray) or not isinstance(items, Sequence):
         raise ValueError(f"{name}={value!r} is not usable; use a string, token ids, or a list of chat messages")
     return list(items)
 

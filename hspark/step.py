@@ -91,6 +91,11 @@ class DecodeStep:
             Chain.empty(batch, 0, device, source) if drafter is None else drafter.propose(rows, mode)
             for drafter, source in ((self.model_drafter, SOURCE_MODEL), (self.free_drafter, SOURCE_FREE))
         ]
+        if chains[1].log_probs is not None:  # nothing judges whether sizes and choices read what it sampled
+            raise ValueError(
+                f"the model-free drafter {self.free_drafter!r} proposed sampled tokens (log_probs); its chains are "
+                "verified as point masses, so leave log_probs out, or use it as the model drafter"
+            )
         chain = self.policy(chains[0], chains[1], price)
         # The step emits one token beside the accepted drafts, so a draft must leave room for it.
         room = (rows.limit - rows.length - 1).clamp(min=0)

@@ -11,9 +11,12 @@ import torch
 
 import hspark.speculator as face
 from hspark import HybridSpeculator
+from hspark.building import settle
+from hspark.config import EngineConfig
+from hspark.policy.selection import Proposed
 from tests.circle import CIRCLE, params, speculator
 from tests.saved_target import save_tiny_target
-from tests.toy_tokenizer import TOY_VOCAB, toy_tokenizer
+from tests.toy_tokenizer import TOY_EOS, TOY_VOCAB, toy_tokenizer
 
 BAD_PROMPTS: list[tuple[Any, str]] = [
     ("", "prompt is empty"),
@@ -72,6 +75,31 @@ def test_prompts_need_what_they_are_made_of() -> None:
         speculator(tokenizer=None).generate(CIRCLE[:1], params(3, stop="x"))
 
 
+def test_text_that_is_no_text_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"prompt='\\ud800abc' cannot be tokenized: .*; use valid Unicode text"):
+        speculator().generate("\ud800abc")
+    with pytest.raises(ValueError, match=r"b'abc' is not usable; use a string, token ids"):
+        speculator().generate(b"abc", params(3))  # type: ignore[arg-type]
+
+
+def test_stop_strings_that_the_text_never_holds_are_refused() -> None:
+    with pytest.raises(ValueError, match=rf"holds the special token '<eos>'.*use stop_token_ids=\[{TOY_EOS}\]"):
+        speculator().generate(CIRCLE[:1], params(5, stop=["x", "a<eos>"]))
+
+
+def test_end_tokens_are_ids_of_the_vocabulary() -> None:
+    for ends in (5, (TOY_VOCAB,), (-5,), ("x",)):
+        with pytest.raises(ValueError, match=r"eos_token_ids=.* is not usable; use a tuple of token ids from 0 to"):
+            speculator(eos_token_ids=ends)
+
+
+def test_a_delay_that_the_devices_run_ahead_cannot_serve_is_refused() -> None:
+    """Also where nobody gave `run_ahead`: an accelerator's is 1."""
+    with pytest.raises(ValueError, match=r"budget_delay=1 needs survivals that run_ahead=1 has not read yet"):
+        settle(EngineConfig(budget_delay=1), torch.device("cuda"), has_model=True)
+    assert settle(EngineConfig(budget_delay=1), torch.device("cpu"), has_model=True).run_ahead == 0
+
+
 def test_a_chat_template_that_refuses_is_reported() -> None:
     tokenizer = copy.copy(toy_tokenizer())
     tokenizer.chat_template = "{{ raise_exception('only one message, please') }}"
@@ -116,6 +144,17 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"allow_lossy": "yes"}, r"allow_lossy='yes' is not a bool"),
     ({"run_ahead": -1}, r"run_ahead=-1 is out of range"),
     ({"run_ahead": 2}, r"budget_delay=2 needs survivals that run_ahead=2 has not read yet"),
+    ({"policy": 5}, r"policy=5 is no policy; use one of proposed, .*, or a Policy object"),
+    ({"policy": Proposed}, r"policy=<class .*Proposed'> is no policy"),
+    ({"verify": None}, r"verify=None is not a verifier; use .*'coupled'.*'rejection'.*callable"),
+    ({"lookup": 5}, r"lookup=5 is no drafter; use 'ngram', None, or a Drafter"),
+    ({"drafter": 5}, r"drafter=5 is no drafter; use 'auto', None, a directory, a hub id, or a Drafter"),
+    ({"drafter": 5, "policy": "ngram_only"}, r"drafter=5 is no drafter"),
+    ({"estimator": 5}, r"estimator=5"),
+    ({"estimator": None}, r"estimator=None"),
+    ({"cost": 5}, r"cost=5 is no cost model; use 'auto', a saved file, or a CostModel"),
+    ({"compile": 1}, r"compile=1 is unknown"),
+    ({"budget": 10**30}, r"budget=10+ is out of range; use .*, up to 2147483647"),
     ({"polcy": "proposed"}, r"polcy='proposed' is not a setting; use .*policy"),
     ({"drafter": "/no/such/drafter"}, r"/no/such/drafter"),
     ({"policy": "model_only", "drafter": None}, r"policy='model_only' needs a model drafter"),

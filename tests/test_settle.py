@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hspark.building import settle_delay
+from hspark.building import settle
 from hspark.config import EngineConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -27,8 +27,8 @@ SAMPLED: dict[str, Any] = {"policy": "ngram_first", "drafting": "probabilistic",
     ],
 )
 def test_budget_delay(settings: dict[str, Any], device: torch.device, delay: int) -> None:
-    assert settle_delay(EngineConfig(**settings), device, has_model=True).budget_delay == delay
+    assert settle(EngineConfig(**settings), device, has_model=True).budget_delay == delay
 
 
 def test_without_a_model_drafter_nothing_is_sampled() -> None:
-    assert settle_delay(EngineConfig(**SAMPLED), CPU, has_model=False).budget_delay == 0
+    assert settle(EngineConfig(**SAMPLED), CPU, has_model=False).budget_delay == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -168,11 +169,13 @@ BAD: list[tuple[str, Any]] = [
     ("temperature", "hot"),
     ("temperature", None),
     ("temperature", True),
+    ("temperature", 10**400),
     ("top_p", 0.0),
     ("top_p", 1.01),
     ("top_p", float("nan")),
     ("top_k", -1),
     ("top_k", 2.0),
+    ("top_k", 2**70),
     ("min_p", -0.1),
     ("min_p", 1.5),
     ("max_new_tokens", 0),
@@ -181,6 +184,7 @@ BAD: list[tuple[str, Any]] = [
     ("max_new_tokens", None),
     ("repetition_penalty", 0.0),
     ("repetition_penalty", -1.0),
+    ("repetition_penalty", 1e-50),
     ("presence_penalty", float("nan")),
     ("frequency_penalty", "much"),
     ("logit_bias", {3: float("nan")}),
@@ -194,6 +198,7 @@ BAD: list[tuple[str, Any]] = [
     ("stop_token_ids", [-1]),
     ("stop_token_ids", [1.5]),
     ("stop_token_ids", 3),
+    ("stop_token_ids", b"ab"),
     ("stop_token_ids", None),
     ("seed", -1),
     ("seed", 2**63),
@@ -213,3 +218,9 @@ def test_bad_values_are_named(name: str, value: Any) -> None:
 def test_edges_of_the_ranges_are_accepted() -> None:
     SamplingParams(top_p=1.0, min_p=1.0, top_k=0, temperature=0.0, seed=2**63 - 1, max_new_tokens=1)
     SamplingParams(top_p=1e-9, stop="x", stop_token_ids=(0,), logit_bias={0: -100})
+
+
+def test_numbers_of_numpy_and_none_for_no_stop_are_taken() -> None:
+    given = SamplingParams(top_k=np.int64(5), temperature=np.float32(0.5), seed=np.int64(3), stop=None)  # type: ignore[arg-type]
+    assert given == SamplingParams(top_k=5, temperature=0.5, seed=3)
+    assert [type(value) for value in (given.top_k, given.temperature, given.seed)] == [int, float, int]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hspark.building import settle_delay
+from hspark.building import settle
 from hspark.config import EngineConfig
 from hspark.lab.arms import ArmSpec, parse_arm
 from hspark.lab.simulate import simulate
@@ -152,7 +152,7 @@ def _delay(header: dict[str, Any], spec: ArmSpec) -> int:
         allow_lossy=settings["allow_lossy"],
     )
     device = "cpu" if header["machine"]["device"] == "cpu" else "cuda"
-    return settle_delay(config, torch.device(device), settings["drafter"] is not None).budget_delay or 0
+    return settle(config, torch.device(device), settings["drafter"] is not None).budget_delay or 0
 
 
 def _plot(pairs: list[Pair]) -> Plot:
