@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,74 +13,30 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from hspark.drafters.dspark_config import DSparkConfig
+from hspark.drafters.dspark_model import DSparkModel
 from hspark.lab.outputs import RecordedOutput, read_outputs
 from hspark.lab.workloads import load_workload
 from hspark.models import LoadedTarget, load_target
-from hspark.options import Parser, add_target_options, set_threads
+from hspark.options import set_threads
 from hspark.train.data import FeatureStore, group_of
 from hspark.train.export import calibrate, draft_limits, export_drafter, measure
+from hspark.train.files import write_whole
 from hspark.train.generate import generate_outputs
 from hspark.train.invent import invent_prompts
 from hspark.train.prompts import training_prompts
-from hspark.train.recipe import add_recipe, train_config
+from hspark.train.recipe import train_config
+from hspark.train.settings import ANSWERS, FEATURES, INVENTED, read_settings, save_settings
 from hspark.train.setup import bigram_markov, drafter_config, new_drafter, unused_token
 from hspark.train.trainer import Trainer
-
-_EXAMPLE = """
-a ten-minute recipe, for a laptop:
-  hspark train --folder run --prompts 64 --minutes 10
-The default target answers 64 built-in prompts (a few minutes more), its hidden states are kept in the folder, a drafter
-is trained for ten minutes and exported to run/drafter. What it is worth is printed as acceptance length (AL) on outputs
-that were held out: 1 is nothing. To see it at work: hspark bench --drafter run/drafter
-
-in earnest:
-  hspark train --folder run --prompts 3000 --invent 3000 --early-slots 4 --early-steps 200 --hours 12 --fuse
-  hspark train --folder run --outputs outputs.jsonl.gz --early-slots 4 --early-steps 200 --hours 12 --fuse
-  hspark train --folder run                    # goes on where the run stopped, with the settings it was started with
-  torchrun --nproc-per-node 2 -m hspark train --folder run --outputs outputs.jsonl.gz
-
-Each line of an outputs file is a JSON object with task_id, temperature, output_token_ids, and prompt (one user message)
-or prompt_token_ids. Outputs must be the target's own: a drafter learns what its target says.
-"""
-SETTINGS, INVENTED, ANSWERS = "settings.json", "invented.json", "outputs.jsonl"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="hspark train", description="Train a model drafter for a target.", epilog=_EXAMPLE)
-    add_target_options(parser)
-    data = parser.add_argument_group("data").add_argument
-    data("--folder", required=True, metavar="DIR", help="where the run lives: features, log, checkpoint, drafter")
-    data("--outputs", action="append", default=[], metavar="FILE", help="recorded outputs of the target; repeatable")
-    data("--prompt-file", metavar="FILE", help="a workload file whose prompts the target answers first")
-    data("--prompts", type=int, default=0, metavar="N", help="answer N built-in prompts first")
-    data("--invent", type=int, default=0, metavar="N", help="answer N prompts that the target makes up itself, too")
-    data("--max-new-tokens", type=int, default=320, metavar="N", help="length of those answers (default: 320)")
-    shape = parser.add_argument_group("drafter").add_argument
-    shape("--layers", type=int, default=2, metavar="N", help="draft layers (default: 2)")
-    shape("--taps", type=int, default=4, metavar="N", help="target layers that it reads (default: 4)")
-    shape("--kv-heads", type=int, metavar="N", help="key/value heads (default: as many as query heads)")
-    shape("--markov-rank", type=int, default=32, metavar="R", help="rank of the Markov head (default: 32)")
-    shape("--block-size", type=int, default=7, metavar="B", help="tokens of a draft (default: 7)")
-    add_recipe(parser)
-    out = parser.add_argument_group("output").add_argument
-    out("--export", metavar="DIR", help="where the drafter goes (default: DIR/drafter of the run's folder)")
-    out("--draft-length", type=int, metavar="N", help="ask the drafter for N tokens of a block only (default: all)")
-    out("--draft-vocabulary", type=int, metavar="N", help="draft the data's N most frequent tokens only (default: all)")
-    out("--with-tables", action="store_true", help="store embedding and head too, for loaders that insist on them")
-    out("--json", action="store_true", help="print the report as JSON")
-    return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns the exit status. ValueErrors are the caller's mistakes."""
-    options = _parser().parse_args(argv)
+    options = read_settings(argv)
+    config = train_config(options)
     set_threads(options.threads)
     folder = Path(options.folder)
-    settings_file = folder / SETTINGS
-    if settings_file.exists():
-        options = _restored(options, json.loads(settings_file.read_text()))
-    config = train_config(options)
-    _check_limits(options)
     precision = _precision()
     accelerator = Accelerator(mixed_precision=precision, cpu=options.device == "cpu")
     dtype = options.dtype if precision == "bf16" else "float32"  # without autocast weights and tables must agree
@@ -89,12 +45,15 @@ def main(argv: Sequence[str]) -> int:
         return load_target(options.model, dtype, str(accelerator.device), progress=not options.json)
 
     with accelerator.main_process_first():
-        if options.prompts or options.prompt_file or options.invent:
-            _answer(options, folder, load)
         target = load()
-        store = _prepare(options, folder, target)
-        if not settings_file.exists():
-            settings_file.write_text(json.dumps(vars(options), indent=2, sort_keys=True) + "\n")
+        shape = _shape(options, target, options.taps)
+        recorded = _recorded(options, folder, target)
+        if accelerator.is_main_process:
+            save_settings(options)
+        if not (folder / FEATURES).exists() and (options.prompts or options.prompt_file or options.invent):
+            _answer(options, folder, target)
+            target = load()  # the engine took the other copy over for good
+        store = _prepare(folder, target, shape, recorded)
     trainer = Trainer(_drafter(options, target, store), [store], folder, config, accelerator)
     del target
     resumed = trainer.resume()
@@ -113,32 +72,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _restored(options: argparse.Namespace, saved: dict[str, Any]) -> argparse.Namespace:
-    """The settings that a run was started with; only when to stop and where to export may change."""
-    free = {"steps", "minutes", "hours", "json", "threads", "fuse", "device"}
-    free |= {"export", "with_tables", "draft_length", "draft_vocabulary"}
-    given = vars(options)
-    defaults = vars(_parser().parse_args(["--folder", options.folder]))
-    changed = sorted(
-        name for name in saved if name not in free | {"folder"} and given[name] not in (saved[name], defaults[name])
-    )
-    if changed:
-        raise ValueError(
-            f"{options.folder} holds a run with other settings of {', '.join(changed)}; leave these options out to "
-            "continue it, or use another --folder"
-        )
-    kept = {name: value for name, value in saved.items() if name not in free | {"folder"}}
-    return argparse.Namespace(**{**given, **kept})
-
-
-def _check_limits(options: argparse.Namespace) -> None:
-    for name, most in (("draft_length", options.block_size), ("draft_vocabulary", None)):
-        value = getattr(options, name)
-        if value is not None and not 1 <= value <= (most or value):
-            limit = f"from 1 to the block's {most}" if most else "of at least 1"
-            raise ValueError(f"{name}={value!r}; use a number {limit}, or leave it out for all")
-
-
 def _precision() -> str:
     return "bf16" if (torch.cuda.is_available() and torch.cuda.is_bf16_supported()) or _cpu_bf16() else "no"
 
@@ -147,33 +80,15 @@ def _cpu_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported()
 
 
-def _prepare(options: argparse.Namespace, folder: Path, target: LoadedTarget) -> FeatureStore:
-    """The feature store of a run, filled."""
-    features = folder / "features"
-    if (features / "index.json").exists():
-        store = FeatureStore(features)
-    else:
-        answers = folder / ANSWERS
-        files = [*options.outputs, *([answers] if answers.exists() else [])]
-        if not files:
-            raise ValueError("there is nothing to train on; use --outputs, --prompt-file, --prompts or --invent")
-        outputs = [output for file in files for output in read_outputs(file, lambda text: _encode(target, text))]
-        groups = [group_of(output.task_id, _decode(target, output)) for output in outputs]
-        config = drafter_config(target.model.config, mask_token_id=0, taps=options.taps)
-        store = FeatureStore.create(features, outputs, groups, config.taps, config.hidden_size)
-    with tqdm(total=store.offsets[-1], unit="tok", desc="hidden states", file=sys.stderr) as bar:
-        store.fill(target.model, progress=lambda done, total: bar.update(done - bar.n))
-    return store
+def _recorded(options: argparse.Namespace, folder: Path, target: LoadedTarget) -> list[RecordedOutput]:
+    """The outputs in the files given, unless the run already has its features."""
+    if (folder / FEATURES).exists():
+        return []
+    return [output for file in options.outputs for output in read_outputs(file, lambda text: _encode(target, text))]
 
 
-def _answer(options: argparse.Namespace, folder: Path, load: Callable[[], LoadedTarget]) -> None:
-    """Has the target answer the prompts asked for, unless the run already has its features.
-
-    The engine takes a model over for good, so hidden states are computed by another copy of it.
-    """
-    if (folder / "features" / "index.json").exists():
-        return
-    target = load()
+def _answer(options: argparse.Namespace, folder: Path, target: LoadedTarget) -> None:
+    """Has the target answer the prompts asked for; those that it answered before an interruption are kept."""
     prompts = training_prompts(options.prompts, options.seed) if options.prompts else []
     if options.prompt_file:
         prompts += [(sample.task_id, sample.messages[-1]["content"]) for sample in load_workload(options.prompt_file)]
@@ -190,6 +105,21 @@ def _answer(options: argparse.Namespace, folder: Path, load: Callable[[], Loaded
         )
 
 
+def _prepare(folder: Path, target: LoadedTarget, shape: DSparkConfig, recorded: list[RecordedOutput]) -> FeatureStore:
+    """The feature store of a run, filled: of the recorded outputs and of the answers in the folder."""
+    features = (folder / FEATURES).parent
+    if (folder / FEATURES).exists():
+        store = FeatureStore(features)
+    else:
+        answers = folder / ANSWERS
+        outputs = [*recorded, *(read_outputs(answers) if answers.exists() else [])]
+        groups = [group_of(output.task_id, _decode(target, output)) for output in outputs]
+        store = FeatureStore.create(features, outputs, groups, shape.taps, shape.hidden_size)
+    with tqdm(total=store.offsets[-1], unit="tok", desc="hidden states", file=sys.stderr) as bar:
+        store.fill(target.model, progress=lambda done, total: bar.update(done - bar.n))
+    return store
+
+
 def _invented(options: argparse.Namespace, folder: Path, target: LoadedTarget) -> list[tuple[str, str]]:
     """Prompts made up by the target; kept in the folder, so that a run that was cut short goes on with the same."""
     path = folder / INVENTED
@@ -199,8 +129,7 @@ def _invented(options: argparse.Namespace, folder: Path, target: LoadedTarget) -
         found = invent_prompts(
             target, options.invent, seed=options.seed, progress=lambda done, total: bar.update(done - bar.n)
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found), encoding="utf-8")
+    write_whole(path, json.dumps(found))
     return found
 
 
@@ -219,19 +148,27 @@ def _decode(target: LoadedTarget, output: RecordedOutput) -> str:
     return target.tokenizer.decode(list(output.prompt_token_ids))
 
 
-def _drafter(options: argparse.Namespace, target: LoadedTarget, store: FeatureStore) -> Any:
+def _shape(options: argparse.Namespace, target: LoadedTarget, taps: Sequence[int] | int) -> DSparkConfig:
+    """The drafter asked for. ValueError if it does not fit the target."""
     model: Any = target.model
     text = model.config.get_text_config()
-    config = drafter_config(
+    heads = text.num_attention_heads
+    if options.kv_heads is not None and heads % options.kv_heads:
+        raise ValueError(f"kv_heads={options.kv_heads} does not divide the target's {heads} query heads; use a divisor")
+    return drafter_config(
         text,
         mask_token_id=unused_token(target.tokenizer, text.vocab_size),
         layers=options.layers,
-        taps=store.taps_of,
+        taps=taps,
         kv_heads=options.kv_heads,
         markov_rank=options.markov_rank,
         block_size=options.block_size,
     )
-    drafter = new_drafter(config, model, samples=store.taps[:2000], seed=options.seed)
+
+
+def _drafter(options: argparse.Namespace, target: LoadedTarget, store: FeatureStore) -> DSparkModel:
+    config = _shape(options, target, store.taps_of)
+    drafter = new_drafter(config, target.model, samples=store.taps[:2000], seed=options.seed)
     if drafter.markov_head is not None:
         spans = zip(store.offsets[:-1], store.prompt_lengths, store.offsets[1:], strict=True)
         bigram_markov(drafter, torch.cat([store.tokens[start + prompt : end] for start, prompt, end in spans]).long())
@@ -249,7 +186,8 @@ def _finish(options: argparse.Namespace, folder: Path, trainer: Trainer, resumed
     place = export_drafter(
         model, options.export or folder / "drafter", tables=options.with_tables, calibration=calibration
     )
-    draft_limits(trainer.stores, options.draft_length, options.draft_vocabulary).save(place)
+    length, tokens = (None if n == "all" else n for n in (options.draft_length, options.draft_vocabulary))
+    draft_limits(trainer.stores, length, tokens).save(place)
     summary = {
         "drafter": str(place),
         "anchors": trainer.anchors_seen,

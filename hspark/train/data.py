@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hspark.lab.outputs import RecordedOutput
 from hspark.train.blocks import Batch, sample_anchors, spaced_anchors
+from hspark.train.files import write_whole
 
 MIN_SUPERVISED = 14  # shorter outputs teach next to nothing and are dropped, as in the reference recipe
 
@@ -118,7 +119,7 @@ class FeatureStore:
         torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int32).numpy().tofile(
             folder / "tokens.bin"
         )
-        path.write_text(json.dumps(index))
+        write_whole(path, json.dumps(index))
         return cls(folder)
 
     @torch.inference_mode()

@@ -13,13 +13,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hspark.drafters.confidence import Calibration, fit_platt, survival_ece
+from hspark.drafters.confidence import FILE_NAME as CONFIDENCE
+from hspark.drafters.confidence import Calibration, fit_platt
 from hspark.drafters.dspark_model import DSparkModel
+from hspark.drafters.limits import FILE_NAME as LIMITS
 from hspark.drafters.limits import DraftLimits
+from hspark.policy import expected_calibration_error
 from hspark.train.data import FeatureStore
 from hspark.train.evaluate import Item, runs_of
 from hspark.train.invent import INVENTED
 
+# What a reader takes from beside config.json and model.safetensors, the index even in place of the latter.
+BESIDE = (CONFIDENCE, LIMITS, "model.safetensors.index.json")
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
@@ -34,11 +39,15 @@ def export_drafter(
     """Writes config.json, model.safetensors and, if given, confidence.json; returns the folder.
 
     tables: also store `embed_tokens` and `lm_head`, which equal the target's, for loaders that insist on them.
+    A checkpoint that the folder already holds is replaced: its calibration, draft limits and index of shards go.
+    ValueError for a dtype that cannot be stored.
     """
     if dtype not in NAMES:
         raise ValueError(f"dtype={dtype!r} cannot be stored; use one of {', '.join(map(str, NAMES))}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for name in BESIDE:
+        (folder / name).unlink(missing_ok=True)
     weights: dict[str, Tensor] = {
         name: value.detach().to("cpu", dtype).contiguous().clone()
         for name, value in model.state_dict().items()
@@ -117,8 +126,8 @@ def measure(
         anchors=len(hits),
         acceptance_length=lengths | {"all": round(1 + hits.sum(1).float().mean().item(), 4)},
         by_position=[round(value, 4) for value in hits.float().mean(0).tolist()],
-        ece=round(survival_ece(predicted, outcome), 4),
-        ece_first=round(survival_ece(survival[:, 0], hits[:, 0].float()), 4),
+        ece=round(expected_calibration_error(predicted, outcome), 4),
+        ece_first=round(expected_calibration_error(survival[:, 0], hits[:, 0].float()), 4),
         reliability=[
             (round(predicted[r].mean().item(), 3), round(outcome[r].mean().item(), 3), int(r.sum()))
             for r in rows

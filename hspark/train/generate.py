@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,8 +12,12 @@ from typing import Any
 
 from hspark.config import SamplingParams
 from hspark.engine import Engine
+from hspark.lab.outputs import read_outputs
 from hspark.models import LoadedTarget
 from hspark.speculator import HybridSpeculator
+from hspark.train.checks import check_integer, check_number
+
+logger = logging.getLogger(__name__)
 
 
 def generate_outputs(
@@ -32,17 +38,21 @@ def generate_outputs(
     Lines hold task_id, prompt, temperature, prompt_token_ids and output_token_ids. Prompts that leave no room for the
     answer in `max_length` tokens (or in the target's context, if that is shorter) are passed over. Returns `path`.
     progress(done, total) in prompts. The target cannot be called directly any more: the engine has taken it over.
+    A last line of `path` whose writing was interrupted is dropped with a warning, and its prompt answered again.
+    ValueError for settings out of range, and for any other line that is not an answer, with its number.
     """
-    if not 0 <= sampled_share <= 1:
-        raise ValueError(f"sampled_share={sampled_share!r}; use a share from 0 to 1")
+    check_number("sampled_share", sampled_share, lambda share: 0 <= share <= 1, "a share from 0 to 1")
+    check_integer("max_new_tokens", max_new_tokens, 1)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     model: Any = target.model
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
     max_length = min(max_length, limit)
-    known = set()
-    if path.exists():
-        known = {json.loads(line)["task_id"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()}
+    if max_new_tokens >= max_length:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt; use less than max_length={max_length}"
+        )
+    known = _answered(path)
     speculator = HybridSpeculator(
         model,
         target.tokenizer,
@@ -65,6 +75,28 @@ def generate_outputs(
     wanted.sort(key=lambda entry: (entry[3].temperature, len(entry[2])))
     _answer(speculator.engine, wanted, path, progress)
     return path
+
+
+def _answered(path: Path) -> set[str]:
+    """The task ids in an answers file, which then ends with a whole line."""
+    if not path.exists():
+        return set()
+    last = path.read_bytes().rpartition(b"\n")[2]
+    if last and _is_json(last):
+        with path.open("ab") as lines:
+            lines.write(b"\n")
+    elif last:
+        logger.warning("%s: its last line is incomplete; it is dropped, and its prompt answered again", path)
+        os.truncate(path, path.stat().st_size - len(last))
+    return {output.task_id for output in read_outputs(path)} if path.stat().st_size else set()
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _answer(

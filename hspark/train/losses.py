@@ -15,7 +15,6 @@ vocabulary (`Vocabulary`) shortens V itself: the distributions are then renormal
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 
 from hspark.drafters.dspark_model import DSparkModel, SharedContext
 from hspark.train.blocks import Batch, Slots, make_slots
+from hspark.train.checks import check_number
 
 EPSILON = 1e-6
 CHUNK = 448  # slots whose logits are held at once
@@ -44,9 +44,9 @@ class LossWeights:
 
     def __post_init__(self) -> None:
         for name in ("ce", "l1", "soft", "confidence"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value!r} is not a loss weight; use a number of at least 0")
+            check_number(name, getattr(self, name), lambda value: value >= 0, "a finite loss weight of at least 0")
+        if self.gamma is not None:
+            check_number("gamma", self.gamma, lambda _: True, "a finite number of slots, or None for no decay")
         if not self.ce + self.l1 + self.soft + self.confidence:
             raise ValueError("all loss weights are 0; use at least one above 0")
 
@@ -201,7 +201,6 @@ def block_hidden(model: DSparkModel, batch: Batch) -> Tensor:
     layers = model.keys_values(model.context_features(taps), positions)
     context = SharedContext(model.config, layers, batch.anchors)
     tokens, places = model.block_inputs(batch.tokens.gather(1, batch.anchors).flatten(), batch.anchors.flatten())
-    tokens = torch.where(batch.keep.flatten()[:, None], tokens, model.config.mask_token_id)
     return model.block_hidden(tokens, places, context)
 
 
@@ -226,7 +225,7 @@ def draft_losses(
     weight = slots.weights.sum()
     scale = slots.weights.flatten() / (weight + EPSILON if denominator is None else denominator)
     loss, ce, l1, soft = _over_vocabulary(model, batch, slots, hidden, latent, scale, weights, vocabulary, compiled)
-    accept = (1 - 0.5 * l1).clamp(0, 1)
+    accept = (1 - 0.5 * l1).clamp(min=0)  # low-precision softmaxes may sum to more than 1
     confidence = torch.zeros((), device=hidden.device)
     logits = torch.zeros_like(accept)
     if model.confidence_head is not None and weights.confidence:

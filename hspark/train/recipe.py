@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from hspark.train.checks import check_number
 from hspark.train.config import TrainConfig
 from hspark.train.losses import LossWeights
 
@@ -36,12 +37,18 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     add("--gamma", type=float, default=weights.gamma, help="decay of later slots, 0 for none (default: 4)")
     add("--ema", type=float, default=default.ema, help=f"decay of the averaged weights (default: {default.ema})")
     add("--seed", type=int, default=0, help="of data order, anchors and initial weights (default: 0)")
-    add("--fuse", action="store_true", help="compile the loss with torch.compile; pays in long runs")
+    add(
+        "--fuse",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="compile the loss with torch.compile; pays in long runs",
+    )
 
 
 def train_config(options: argparse.Namespace) -> TrainConfig:
-    if options.minutes < 0 or options.hours < 0:
-        raise ValueError(f"minutes={options.minutes}, hours={options.hours}; use durations of at least 0")
+    """The checked recipe that the options stand for. ValueError with the option's name and value."""
+    for name in ("minutes", "hours"):
+        check_number(name, getattr(options, name), lambda value: value >= 0, "a finite duration of at least 0")
     return TrainConfig(
         steps=options.steps,
         seconds=60 * options.minutes + 3600 * options.hours,
@@ -70,8 +77,11 @@ def train_config(options: argparse.Namespace) -> TrainConfig:
 def _blocks(options: argparse.Namespace) -> tuple[tuple[int, int], ...]:
     """The block schedule; later slots hardly matter while early drafts are still wrong."""
     early, steps, block = options.early_slots, options.early_steps, options.block_size
-    if not steps:
+    if not steps and not early:
         return ()
-    if not 1 <= early <= block:
-        raise ValueError(f"early_slots={early} with early_steps={steps}; use 1 to {block} slots (block_size)")
+    if steps < 1 or not 1 <= early <= block:
+        raise ValueError(
+            f"early_slots={early} with early_steps={steps}; use 1 to {block} slots (block_size) for at least 1 step, "
+            "or leave both out"
+        )
     return ((0, early), (steps, block))

@@ -75,7 +75,8 @@ def drafter_config(
         confidence_head=True,
         confidence_with_markov=markov_rank > 0,
         rope=RopeConfig.from_dict(rope) if rope else RopeConfig(),
-        rms_norm_eps=text.rms_norm_eps,
+        # Targets with another norm, such as Cohere's, have no such value or leave it empty.
+        rms_norm_eps=getattr(text, "rms_norm_eps", None) or getattr(text, "layer_norm_eps", None) or 1e-6,
         max_positions=text.max_position_embeddings,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from hspark.train.data import FeatureStore
 from tests.tiny import VOCAB, tiny_llama
 
 TAPS = (-1, 0, 1)
+# A run of `hspark train` that takes a second.
+OPTIONS = ["--device", "cpu", "--sequences", "2", "--micro-batch", "2", "--anchors", "4", "--vocabulary", "0"]
+OPTIONS += ["--layers", "1", "--markov-rank", "4", "--block-size", "3", "--taps", "2", "--steps", "3"]
 
 
 def tiny_outputs(count: int = 12, seed: int = 0, length: int = 24) -> list[RecordedOutput]:
@@ -35,3 +39,18 @@ def tiny_store(folder: Path, target: Any | None = None, **options: Any) -> Featu
     store = FeatureStore.create(folder, outputs, [f"group {o.task_id}" for o in outputs], TAPS, 32)
     store.fill(target or tiny_llama(), max_tokens=100)
     return store
+
+
+def write_outputs(path: Path, count: int = 30) -> str:
+    """An outputs file for `--outputs`."""
+    records = [
+        {
+            "task_id": output.task_id,
+            "temperature": output.temperature,
+            "prompt": f"Prompt {number}",
+            "output_token_ids": list(output.output_token_ids),
+        }
+        for number, output in enumerate(tiny_outputs(count))
+    ]
+    path.write_text("\n".join(map(json.dumps, records)))
+    return str(path)

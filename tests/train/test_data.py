@@ -5,7 +5,7 @@ import torch
 
 from hspark.lab.outputs import RecordedOutput
 from hspark.train.data import FeatureStore, group_of, is_held_out
-from tests.tiny import tiny_llama
+from tests.tiny import tiny_cohere2_moe, tiny_llama
 from tests.train.runs import TAPS, tiny_outputs, tiny_store
 
 
@@ -53,6 +53,26 @@ def test_batches_are_padded_and_supervise_outputs_only(tmp_path):
         assert torch.equal(batch.tokens[row, :n], store.tokens[store.offsets[i] : store.offsets[i + 1]].long())
         assert not bool(batch.taps[row, n:].any())
     assert bool(batch.keep.all())
+
+
+def test_prompts_are_supervised_if_asked_for(tmp_path):
+    store = tiny_store(tmp_path)
+    batch = store.batch([0, 3], 30, torch.Generator().manual_seed(0), prompts=True)
+    assert torch.equal(batch.loss_mask.sum(1), torch.tensor([store.length(0), store.length(3)]))
+    assert batch.anchors[0, 0] == 0
+    assert bool((batch.anchors[:, 1] < min(store.prompt_lengths[0], store.prompt_lengths[3])).all())
+
+
+@torch.inference_mode()
+def test_logits_that_the_target_scales(tmp_path):
+    """The head alone gives the target's logits from what is stored, also where the target multiplies them."""
+    target = tiny_cohere2_moe()
+    assert target.config.logit_scale == 0.5
+    store = tiny_store(tmp_path, target)
+    tokens = store.tokens[: store.offsets[1]].long()
+    logits = target(input_ids=tokens[None], use_cache=False).logits[0]
+    ours = store.final[: store.offsets[1]].float() @ target.get_output_embeddings().weight.T
+    torch.testing.assert_close(ours, logits, atol=0.03, rtol=0.03)
 
 
 def test_short_outputs_are_left_out(tmp_path):

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from hspark.drafters.checkpoint import open_checkpoint
 from hspark.drafters.confidence import Calibration
 from hspark.drafters.dspark_model import SharedContext
+from hspark.drafters.limits import DraftLimits
 from hspark.train.evaluate import acceptance_length, greedy_runs
 from hspark.train.export import calibrate, export_drafter, measure
 from hspark.train.setup import drafter_config, new_drafter
@@ -42,6 +43,24 @@ def test_the_reader_takes_what_was_written(tmp_path, drafter, tables):
     assert set(dict(loaded.state_dict())) == set(expected)
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, expected[name]), name
+
+
+def test_nothing_is_left_of_the_drafter_that_was_there(tmp_path, drafter):
+    """Its calibration, its limits, and an index of shards, which a reader takes before model.safetensors."""
+    export_drafter(drafter, tmp_path, calibration=Calibration(temperatures=(9.0,), biases=(-3.0,)))
+    DraftLimits(length=1).save(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    placed = dict.fromkeys(drafter.state_dict(), "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    (tmp_path / "README.md").touch()
+    with torch.no_grad():
+        drafter.norm.weight.fill_(7.0)
+    export_drafter(drafter, tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.calibration == Calibration()
+    assert checkpoint.limits == DraftLimits()
+    assert torch.equal(checkpoint.load().norm.weight, torch.full((32,), 7.0, dtype=torch.bfloat16))
+    assert (tmp_path / "README.md").exists()
 
 
 def test_layout_is_what_the_reference_loader_reads(tmp_path, drafter):

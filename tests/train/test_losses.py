@@ -164,10 +164,51 @@ def test_parts_of_a_batch_add_up():
     torch.testing.assert_close(model.norm.weight.grad, gradient, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("values", [{"ce": -1.0}, {"l1": float("nan")}, {"soft": "a"}, {"confidence": float("inf")}])
-def test_bad_weights_are_refused(values):
-    with pytest.raises(ValueError, match=next(iter(values))):
-        LossWeights(**values)
+@pytest.mark.parametrize("name", CASES)
+def test_dummy_anchors_do_not_count(name):
+    """Blocks that are not kept change neither the terms nor the gradients, even where their tokens are supervised."""
+    model, batch, _, weights = load_case(name)
+    batch = batch._replace(loss_mask=torch.ones_like(batch.loss_mask))
+    groups = len(batch.anchors)
+    added = batch._replace(
+        anchors=torch.cat([batch.anchors, torch.zeros(groups, 3, dtype=torch.int64)], dim=1),
+        keep=torch.cat([batch.keep, torch.zeros(groups, 3, dtype=torch.bool)], dim=1),
+    )
+    seen = []
+    for given in (batch, added):
+        model.zero_grad()
+        terms = draft_losses(model, given, weights)
+        terms.total.backward()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        seen.append((terms.ce, terms.l1, terms.confidence, terms.weight, terms.total.detach(), torch.cat(gradients)))
+    for with_dummies, without in zip(*seen, strict=True):
+        torch.testing.assert_close(with_dummies, without, atol=1e-6, rtol=1e-5)
+
+
+def test_acceptance_is_never_below_zero():
+    """bfloat16 probabilities may sum to more than 1, so that an L1 exceeds 2."""
+    model, batch, _, weights = load_case("qwen3_vanilla")
+    with torch.no_grad():
+        model.lm_head.weight.data = model.lm_head.weight.data.bfloat16()
+        sure = torch.zeros(97)
+        sure[5] = 1e4
+        model.markov_head.markov_w2.weight.copy_(sure[:, None])  # the drafter is certain of one token
+    rounded = losses.target_probabilities(model, batch.final, model.lm_head.weight)
+    assert float((rounded.float().sum(-1) - rounded[..., 5].float()).max()) > 1
+    accept = draft_losses(model, batch, weights).accept
+    assert float(accept.min()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("ce", -1.0), ("l1", float("nan")), ("soft", "a"), ("confidence", float("inf"))),
+        *(("gamma", "x"), ("gamma", float("nan")), ("gamma", float("inf")), ("gamma", True)),
+    ],
+)
+def test_bad_weights_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r}; use a finite"):
+        LossWeights(**{name: value})
 
 
 def test_no_loss_at_all_is_refused():

@@ -80,6 +80,20 @@ def test_muon_takes_the_matrices_and_nothing_is_left_out():
     assert not {id(p) for p in matrices} & {id(p) for p in model.markov_head.parameters()}
 
 
+def test_adamw_has_the_decays_of_the_recipe():
+    """Moments that decay by 0.9 and 0.98 a step, seen in the second step after gradients of 1 and 0."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    [optimizer] = build_optimizers(layer, "adamw", 0.1, 0.1)
+    moved = []
+    for gradient in (1.0, 0.0):
+        before = layer.weight.detach().clone()
+        layer.weight.grad = torch.full_like(layer.weight, gradient)
+        optimizer.step()
+        moved.append(float((before - layer.weight.detach()) / 0.1))
+    first, second = 0.9 * 0.1 / (1 - 0.9**2), 0.98 * 0.02 / (1 - 0.98**2)
+    assert moved == pytest.approx([1.0, first / second**0.5], rel=1e-4)
+
+
 def test_built_in_prompts():
     prompts = training_prompts(40, seed=3)
     assert len({task for task, _ in prompts}) == 40
