@@ -15,8 +15,10 @@ from torch import Tensor
 from hspark.core import SOURCE_MODEL, Chain, RowState
 from hspark.drafters.base import TargetInfo
 from hspark.drafters.confidence import ProbabilityCurve
-from hspark.drafters.dspark import DRAFTING, NOISE, committed_counts
+from hspark.drafters.dspark import DRAFTING, NOISE, committed_counts, counted
+from hspark.drafters.limits import known_positions
 from hspark.packing import PackedLinear
+from hspark.policy.curves import whole
 from hspark.sampling import (
     GREEDY_TEMPERATURE,
     STREAM_COUPLED,
@@ -36,12 +38,14 @@ class CausalLMDrafter:
     """Drafts `length` tokens, one forward of a small language model each.
 
     model: a transformers causal LM whose token ids mean the same as the target's; it is taken over (see CausalTarget).
-    drafting, noise: as in `DSparkDrafter`. curve: acceptance from the drafter's own top probability; the default takes
-    that probability at its word, `hspark.drafters.confidence.fit_curve` fits one to a record.
+    drafting, noise: as in `DSparkDrafter`. curve: acceptance from the drafter's own top probability; the default is the
+    fit described in `ProbabilityCurve`, which puts acceptance above that probability. `ProbabilityCurve(0, 1)` takes
+    the probability at its word, and `hspark.drafters.confidence.fit_curve` fits a curve to a record of this drafter.
 
     catch_up: tokens before the anchor that are (re)processed at each step; set by the step to the most that a step can
     commit. Positions of row r:  0 .. anchor - catch_up processed by earlier steps, the next catch_up ones up to the
-    anchor processed now with the committed tokens, whatever drafts stood there; then the drafts.
+    anchor processed now with the committed tokens, whatever drafts stood there; then the drafts. Where the model has
+    fewer positions than the rows, its chains end with what its last position yields, and past that it drafts nothing.
     """
 
     name = "draft_model"
@@ -56,16 +60,14 @@ class CausalLMDrafter:
         noise: str = "coupled",
         curve: ProbabilityCurve | None = None,
     ) -> None:
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ValueError(f"length={length!r}; use an integer of at least 1")
         if drafting not in DRAFTING:
             raise ValueError(f"drafting={drafting!r} is not known; use one of {', '.join(DRAFTING)}")
         if noise not in NOISE:
             raise ValueError(f"noise={noise!r} is not known; use one of {', '.join(NOISE)}")
-        self.model, self.width = model, length
+        self.model, self.width = model, whole("length", length, 1)
         self.drafting, self.noise = drafting, noise
         self.curve = ProbabilityCurve() if curve is None else curve
-        self.catch_up = length + 1
+        self.catch_up = self.width + 1
         self.context_limit: int | None = None
 
     @classmethod
@@ -81,7 +83,10 @@ class CausalLMDrafter:
         """Moves the model to the target's device and allocates its key and value buffers."""
         # Where the target's layers were left to a compiler, so are the draft model's.
         lay_out = target.lm_head is None or isinstance(target.lm_head, PackedLinear)
-        self.lm = CausalTarget(self.model.to(target.device), max_batch_size, max_length, lay_out=lay_out)
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        stated = isinstance(limit, int) and limit > 0  # some configurations write 0 or -1 for "any number"
+        positions = known_positions(limit if stated else None, max_length, "draft model")
+        self.lm = CausalTarget(self.model.to(target.device), max_batch_size, positions, lay_out=lay_out)
         self.target_vocab = target.vocab_size
         if abs(self.lm.vocab_size - target.vocab_size) > 0.05 * target.vocab_size:
             raise ValueError(
@@ -93,12 +98,14 @@ class CausalLMDrafter:
         """Hidden states are not used."""
 
     def prefill(self, tokens: Tensor, row: int, start: int) -> None:
-        """Processes a chunk of a prompt, int64 [T], of one row at positions start..."""
-        self.lm.prefill(self._known(tokens), row, start)
+        """Processes a chunk of a prompt, int64 [T], of one row at positions start.., up to the model's last one."""
+        known = tokens[: max(self.lm.max_length - start, 0)]
+        if len(known):
+            self.lm.prefill(self._known(known), row, start)
 
     @torch.no_grad()
     def propose(self, rows: RowState, mode: SamplingMode) -> Chain:
-        """One chain [R, width] per row. NaN logits make the row abstain."""
+        """One chain [R, width] per row, cut at the model's last position. NaN logits make the row abstain."""
         anchor = rows.length - 1
         counts = committed_counts(rows, self.target_vocab) if mode.penalties else None
         logits = self._catch_up(rows, anchor)
@@ -113,15 +120,16 @@ class CausalLMDrafter:
             tops.append(logits.amax(dim=-1) - logits.logsumexp(dim=-1))
             token, law = self._choose(logits, rows, anchor, slot, mode, counts, sampled)
             if counts is not None:
-                one = torch.ones_like(token)[:, None]
-                counts = counts._replace(in_output=counts.in_output.scatter_add(1, token[:, None], one))
+                counts = counted(counts, token)
             tokens.append(token)
             laws.append(law)
         scores = torch.stack(tops, dim=1)
         greedy_rows = (rows.sampling.temperature <= GREEDY_TEMPERATURE)[:, None].expand(-1, self.width)
+        # Slot k is drafted from position anchor + k.
+        length = (self.lm.max_length - anchor).clamp(0, self.width)
         return Chain.build(
             torch.stack(tokens, dim=1),
-            torch.where(scores.isnan().any(dim=1), 0, self.width),
+            torch.where(scores.isnan().any(dim=1), 0, length),
             self.curve(scores).nan_to_num(),
             source=SOURCE_MODEL,
             point_mass=greedy_rows if sampled else None,

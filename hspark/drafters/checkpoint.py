@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -19,7 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from hspark.drafters.base import TargetInfo
-from hspark.drafters.checkpoint_files import CheckpointError, Stored, locate, read_headers, read_tensors, some
+from hspark.drafters.checkpoint_files import (
+    CheckpointError,
+    Stored,
+    locate,
+    read_headers,
+    read_object,
+    read_tensors,
+    some,
+)
 from hspark.drafters.confidence import Calibration
 from hspark.drafters.dspark_config import DSparkConfig
 from hspark.drafters.dspark_model import DSparkModel
@@ -155,14 +162,7 @@ def open_checkpoint(path: str | PathLike[Any]) -> Checkpoint:
     """
     directory = locate(path)
     source = directory / "config.json"
-    try:
-        values = json.loads(source.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{source} does not exist; expected the checkpoint's configuration") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}: not valid JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{source}: holds {type(values).__name__}; expected an object")
+    values = read_object(source)
     tensors = read_headers(directory)
     read = read_config(values, str(source), {name: stored.shape for name, stored in tensors.items()})
     if read.layout == "deepspec" and read.config.num_target_layers is not None:
@@ -243,8 +243,15 @@ def _read_maps(config: DSparkConfig, tensors: Mapping[str, Stored]) -> dict[str,
 
 def _match(directory: Path, config: DSparkConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
     """The stored tensors that the drafter uses; CheckpointError for missing, unexpected and misshapen ones."""
-    with torch.device("meta"):
-        expected = {name: list(t.shape) for name, t in DSparkModel(config).state_dict().items()}
+    if config.num_layers > len(tensors):  # before so many layers are built
+        raise CheckpointError(
+            f"{directory}: num_hidden_layers is {config.num_layers}, and there are {len(tensors)} tensors in all"
+        )
+    try:
+        with torch.device("meta"):
+            expected = {name: list(t.shape) for name, t in DSparkModel(config).state_dict().items()}
+    except RuntimeError as error:  # a tensor of more elements than can be counted
+        raise ConfigError(f"{directory}: config.json gives sizes that no tensor can have ({error})") from error
     optional = set(TABLES)
     if config.reduced:
         optional |= {"t2d"} if "d2t" in tensors else {"d2t"} if "t2d" in tensors else set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -25,6 +26,21 @@ class Stored(NamedTuple):
     file: Path
     shape: list[int]
     dtype: str
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. CheckpointError if the file cannot be read or holds anything else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist; expected a JSON file") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected a JSON file") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: holds {type(values).__name__}; expected an object")
+    return values
 
 
 def locate(path: str | PathLike[Any]) -> Path:
@@ -49,13 +65,10 @@ def read_headers(directory: Path) -> dict[str, Stored]:
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
     if index.exists():
-        try:
-            placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = {name: directory / file for name, file in placed.items()}
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{index}: not an index of shards ({error!r}); expected an object weight_map"
-            ) from error
+        placed = read_object(index).get("weight_map")
+        if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+            raise CheckpointError(f"{index}: weight_map is {reprlib.repr(placed)}; expected an object of file names")
+        files = {name: directory / file for name, file in placed.items()}
     elif single.exists():
         files = {}
     else:

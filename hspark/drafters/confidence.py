@@ -10,10 +10,13 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from hspark.drafters.checkpoint_files import CheckpointError, read_object
+from hspark.policy.curves import as_float
+from hspark.policy.fitting import expected_calibration_error, newton
 
 FILE_NAME = "confidence.json"
 # Temperatures tried by the fit: evenly spaced logarithms, 1 among them.
@@ -34,6 +37,11 @@ class ProbabilityCurve:
     intercept: float = 1.1
     slope: float = 1.0
 
+    def __post_init__(self) -> None:
+        for name in ("intercept", "slope"):
+            if as_float(getattr(self, name)) is None:
+                raise ValueError(f"{name}={getattr(self, name)!r}; use a finite number")
+
     def __call__(self, log_prob: Tensor) -> Tensor:
         """log_prob [...]: natural logarithm of the top probability -> acceptance [...], float32."""
         return (self.intercept + self.slope * log_odds(log_prob.float())).sigmoid()
@@ -53,12 +61,13 @@ class Calibration:
     biases: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if any(not isinstance(t, int | float) or not 0 < t < math.inf for t in self.temperatures):
-            raise ValueError(f"temperatures={self.temperatures!r}; use finite numbers above 0")
-        if any(not isinstance(b, int | float) or not math.isfinite(b) for b in self.biases):
-            raise ValueError(f"biases={self.biases!r}; use finite numbers")
-        if not all(math.isfinite(x) for x in (self.curve.intercept, self.curve.slope)):
-            raise ValueError(f"curve={self.curve!r}; use finite numbers")
+        for name, low in (("temperatures", 0.0), ("biases", -math.inf)):
+            given = getattr(self, name)
+            numbers = [as_float(value) for value in given] if isinstance(given, list | tuple) else [None]
+            if any(number is None or number <= low for number in numbers):
+                above = "" if low else " above 0"
+                raise ValueError(f"{name}={given!r}; use a list of finite numbers{above}")
+            object.__setattr__(self, name, tuple(numbers))
 
     def for_width(self, width: int) -> tuple[list[float], list[float]]:
         """The temperatures and the biases of `width` positions."""
@@ -85,40 +94,26 @@ class Calibration:
 
     @staticmethod
     def load_beside(directory: str | Path) -> Calibration:
-        """The calibration in a checkpoint directory; the default one if there is none. ValueError if it is damaged."""
+        """The calibration in a checkpoint directory; the default one if there is none. CheckpointError if damaged."""
         path = Path(directory) / FILE_NAME
         if not path.exists():
             return Calibration()
+        values = read_object(path)
+        curve = values.pop("curve", {})
         try:
-            values: Any = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(values, dict):
-                raise ValueError(f"holds {type(values).__name__}")
-            unknown = set(values) - {"temperatures", "biases", "curve"}
-            if unknown:
-                raise ValueError(f"unknown keys {sorted(unknown)}")
-            curve = ProbabilityCurve(**values.get("curve", {}))
-            return Calibration(tuple(values.get("temperatures", ())), curve, tuple(values.get("biases", ())))
-        except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"{path}: not a calibration ({error}); expected keys temperatures, biases and curve"
-            ) from error
+            if set(values) - {"temperatures", "biases"}:
+                raise ValueError(f"it has the keys {sorted(values)}; use temperatures, biases and curve")
+            if not isinstance(curve, dict) or set(curve) - {"intercept", "slope"}:
+                raise ValueError(f"curve={curve!r}; use an object of intercept and slope")
+            return Calibration(curve=ProbabilityCurve(**curve), **values)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: not a calibration ({error})") from error
 
 
 def log_odds(log_prob: Tensor) -> Tensor:
     """log(p / (1 - p)) of log p [...], for p kept within 1e-6 of 0 and 1."""
     log_prob = log_prob.clamp(math.log(1e-6), math.log1p(-1e-6))
     return log_prob - torch.log(-torch.expm1(log_prob))
-
-
-def survival_ece(predicted: Tensor, survived: Tensor, bins: int = 15) -> float:
-    """Expected calibration error of predictions [N] in [0, 1] against outcomes [N] (0 or 1), over equal-width bins.
-
-    The mean over samples of |mean prediction - mean outcome| of the bin that the sample falls in.
-    """
-    predicted, survived = predicted.double(), survived.double()
-    bin_of = (predicted * bins).long().clamp(0, bins - 1)
-    gap = torch.zeros(bins, dtype=torch.float64).index_add_(0, bin_of, predicted - survived)
-    return float(gap.abs().sum() / max(len(predicted), 1))
 
 
 def fit_temperatures(
@@ -142,7 +137,7 @@ def fit_temperatures(
         if bool(known.any()):
             before, score = survival[known], logits[known, position]
             outcome = accepted[known] > position
-            errors = [survival_ece(before * (score / t).sigmoid(), outcome, bins) for t in _GRID]
+            errors = [expected_calibration_error(before * (score / t).sigmoid(), outcome, bins=bins) for t in _GRID]
             # Among equals the temperature closest to 1 changes least.
             best = min(zip(errors, _GRID, strict=True), key=lambda pair: (round(pair[0], 9), abs(math.log(pair[1]))))[1]
         temperatures.append(best)
@@ -189,19 +184,10 @@ def fit_curve(
     return ProbabilityCurve(float(intercept), float(slope))
 
 
-def _logistic(score: Tensor, outcome: Tensor, *, prior: Tensor, ridge: float, steps: int = 50) -> Tensor:
-    """(intercept, slope) float64 [2] of outcomes [N] on scores [N], pulled towards `prior` [2]; Newton's method."""
-    features = torch.stack((torch.ones_like(score), score), dim=1)
-    weights = prior.clone()
-    for _ in range(steps):
-        estimate = (features @ weights).sigmoid()
-        gradient = features.T @ (estimate - outcome) + ridge * (weights - prior)
-        curvature = features.T @ (features * (estimate * (1 - estimate))[:, None]) + ridge * torch.eye(2).double()
-        change = torch.linalg.solve(curvature, gradient)
-        weights = weights - change.clamp(-2.0, 2.0)
-        if float(change.abs().max()) < 1e-10:
-            break
-    return weights
+def _logistic(score: Tensor, outcome: Tensor, *, prior: Tensor, ridge: float) -> Tensor:
+    """(intercept, slope) float64 [2] of outcomes [N] on scores [N], pulled towards `prior` [2]."""
+    ones = torch.ones_like(score)
+    return newton(torch.stack((ones, score), dim=1), ones, outcome, torch.full_like(prior, ridge), prior)
 
 
 def _check_record(scores: Tensor, accepted: Tensor, verified: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

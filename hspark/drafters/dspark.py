@@ -14,7 +14,6 @@ token, and no others are read, so drafts are a function of the committed text al
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Sequence
 from os import PathLike
@@ -29,8 +28,9 @@ from hspark.drafters.checkpoint import Checkpoint, TargetMismatchError, check_fi
 from hspark.drafters.confidence import Calibration
 from hspark.drafters.dspark_context import BufferContext, LayerKV, buffer_columns, buffer_masks
 from hspark.drafters.dspark_model import DSparkModel
-from hspark.drafters.limits import DraftLimits, checked_vocabulary, reduce_vocabulary
+from hspark.drafters.limits import DraftLimits, checked_vocabulary, known_positions, reduce_vocabulary
 from hspark.packing import PackedLinear, pack_each
+from hspark.policy.curves import whole
 from hspark.sampling import (
     GREEDY_TEMPERATURE,
     STREAM_COUPLED,
@@ -43,8 +43,6 @@ from hspark.sampling import (
     slot_key,
     target_log_probs,
 )
-
-logger = logging.getLogger(__name__)
 
 DRAFTING = ("greedy", "probabilistic")
 NOISE = ("coupled", "independent")
@@ -84,9 +82,7 @@ class DSparkDrafter:
             raise ValueError(f"drafting={drafting!r} is not known; use one of {', '.join(DRAFTING)}")
         if noise not in NOISE:
             raise ValueError(f"noise={noise!r} is not known; use one of {', '.join(NOISE)}")
-        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
-            raise ValueError(f"length={length!r}; use an integer from 1 to {config.width}, or None for {config.width}")
-        if length is not None and length > config.width:
+        if length is not None and (length := whole("length", length, 1)) > config.width:
             raise ValueError(
                 f"length={length} is more than this drafter was trained for: its blocks of block_size="
                 f"{config.block_size} yield {config.width} draft tokens; use 1 to {config.width}"
@@ -119,16 +115,7 @@ class DSparkDrafter:
         """Loads the weights and allocates the buffers of `max_batch_size` rows of up to `max_length` tokens."""
         self.model = self._load(target)
         config = self.config = self.model.config
-        limit = config.max_positions
-        self.columns = max_length if limit is None else min(max_length, limit)
-        if limit is not None and limit < max_length:
-            logger.warning(
-                "the DSpark drafter knows %d positions and the target's rows have %d: it drafts nothing once a block "
-                "would pass position %d",
-                limit,
-                max_length,
-                limit - 1,
-            )
+        self.columns = known_positions(config.max_positions, max_length, "DSpark")
         self.scratch, total = buffer_columns(config, self.columns)
         shape = (max_batch_size, config.num_kv_heads, total, config.head_dim)
         self.buffers = [LayerKV.zeros(shape, target.dtype, target.device) for _ in range(config.num_layers)]
@@ -253,7 +240,7 @@ class DSparkDrafter:
             else:
                 token = model.to_target(argmax(logits))
             if counts is not None:
-                counts = _count(counts, token)
+                counts = counted(counts, token)
             tokens.append(token)
             prev = self._known(token)
         if model.confidence_head is None:
@@ -314,7 +301,7 @@ def committed_counts(rows: RowState, vocab_size: int) -> TokenCounts:
     )
 
 
-def _count(counts: TokenCounts, token: Tensor) -> TokenCounts:
+def counted(counts: TokenCounts, token: Tensor) -> TokenCounts:
     """The counts [R, V] after one more output token [R] per row."""
     one = torch.ones_like(token)[:, None]
     return counts._replace(in_output=counts.in_output.scatter_add(1, token[:, None], one))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hspark.drafters.rope import RopeConfig
+from hspark.policy.curves import as_float
 
 BACKBONES = ("qwen3", "gemma4")
 MARKOV_HEADS = ("none", "vanilla", "gated", "rnn")
@@ -90,6 +91,10 @@ class DSparkConfig:
             )
         if not self.anchor_first and self.block_size < 2:
             raise ValueError("block_size=1 drafts nothing in the bonus-anchor layout; use at least 2")
+        if (as_float(self.rms_norm_eps) or 0) <= 0:
+            raise ValueError(f"rms_norm_eps={self.rms_norm_eps!r} is not usable; use a finite number above 0")
+        if self.logit_softcap is not None and (as_float(self.logit_softcap) or 0) <= 0:
+            raise ValueError(f"logit_softcap={self.logit_softcap!r}; use a finite number above 0, or None for none")
         if self.max_positions is not None and self.max_positions < 1:
             raise ValueError(f"max_positions={self.max_positions!r}; use at least 1, or None for no limit")
 

@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 
 from hspark.drafters.dspark_config import DSparkConfig
 from hspark.drafters.rope import RopeConfig
+from hspark.policy.curves import as_float
 
 logger = logging.getLogger(__name__)
 
 ARCHITECTURES = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4", "DSparkDraftModel": "qwen3"}
+# Far beyond any drafter: layers are built, and frequencies computed, before a shape can tell that they are wrong.
+MAX_LAYERS, MAX_HEAD_DIM = 10_000, 1 << 16
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -48,20 +51,20 @@ class _Reader:
         found = "is missing" if value is None else f"is {value!r}"
         return ConfigError(f"{self.source}: {self.prefix}{key} {found}; expected {expected}")
 
-    def integer(self, key: str, default: int | None = None, low: int = 0) -> int:
+    def integer(self, key: str, default: int | None = None, low: int = 0, high: int = 2**31 - 1) -> int:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.fail(key, f"an integer of at least {low}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.fail(key, f"an integer of at least {low}, at most {high}")
         return value
 
     def optional_integer(self, key: str) -> int | None:
         return None if self.get(key) is None else self.integer(key)
 
     def number(self, key: str, default: float) -> float:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.fail(key, "a number")
-        return float(value)
+        value = as_float(self.get(key, default))
+        if value is None:
+            raise self.fail(key, "a finite number")
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
@@ -69,11 +72,26 @@ class _Reader:
             raise self.fail(key, "true or false")
         return value
 
-    def section(self, key: str) -> _Reader:
+    def text(self, key: str) -> str | None:
         value = self.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.fail(key, "a string")
+        return value
+
+    def entries(self, key: str, kind: type, words: str) -> list[Any]:
+        value = self.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(entry, kind) for entry in value):
+            raise self.fail(key, f"a list of {words}")
+        return value
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        value = self.get(key, {})
         if not isinstance(value, Mapping):
             raise self.fail(key, "an object")
-        return _Reader(value, self.source, f"{self.prefix}{key}.")
+        return value
+
+    def section(self, key: str) -> _Reader:
+        return _Reader(self.mapping(key), self.source, f"{self.prefix}{key}.")
 
     def integers(self, key: str) -> tuple[int, ...]:
         value = self.get(key)
@@ -101,20 +119,19 @@ def read_config(values: Mapping[str, Any], source: str = "config.json", shapes: 
 
 def _read_deepspec(values: Mapping[str, Any], source: str, shapes: Shapes) -> ReadConfig:
     prefixed = {k.removeprefix("dspark_"): v for k, v in values.items() if k.startswith("dspark_")}
-    nested = values.get("dflash_config")
-    nested = nested if isinstance(nested, Mapping) else {}
+    nested = _Reader(values, source).mapping("dflash_config")
     reader = _Reader(values, source, "", prefixed, nested)
     for key in ("causal", "use_swa"):
         if nested.get(key):
             raise ConfigError(
                 f"{source}: dflash_config.{key} is {nested[key]!r}; expected false, the layout has no such mask"
             )
-    named = [name for name in values.get("architectures") or [] if name in ARCHITECTURES]
+    named = [name for name in reader.entries("architectures", str, "names") if name in ARCHITECTURES]
     if not named:
         raise reader.fail("architectures", f"one of {', '.join(ARCHITECTURES)}, or a key speculators_model_type")
     backbone = ARCHITECTURES[named[0]]
     gemma = backbone == "gemma4"
-    if any(kind != "full_attention" for kind in values.get("layer_types") or []):
+    if any(kind != "full_attention" for kind in reader.entries("layer_types", str, "names")):
         logger.warning("%s: layer_types asks for windows; drafters of this layout always attend to everything", source)
     sizes = _sizes(reader, shapes)
     if gemma:
@@ -140,6 +157,8 @@ def _read_speculators(values: Mapping[str, Any], source: str, shapes: Shapes) ->
     kind = values["speculators_model_type"]
     if kind not in ("dspark", "dflash"):
         raise reader.fail("speculators_model_type", '"dspark" or "dflash"')
+    if reader.get("transformer_layer_config") is None:
+        raise reader.fail("transformer_layer_config", "an object")
     inner = reader.section("transformer_layer_config")
     sizes = _sizes(inner, shapes)
     hidden = sizes["hidden_size"]
@@ -149,8 +168,7 @@ def _read_speculators(values: Mapping[str, Any], source: str, shapes: Shapes) ->
     windows = _windows(inner, sizes["num_layers"])
     if any(windows) and reader.get("sliding_window_non_causal") is None:
         logger.warning("%s: sliding_window_non_causal is missing; taking windowed layers as causal in a block", source)
-    about = reader.get("speculators_config")
-    verifier = about.get("verifier") if isinstance(about, Mapping) else None
+    target_name = reader.section("speculators_config").section("verifier").text("name_or_path")
     config = DSparkConfig(
         **sizes,
         **_heads(reader, shapes, hidden, default_rank=256 if kind == "dspark" else 0),
@@ -164,7 +182,7 @@ def _read_speculators(values: Mapping[str, Any], source: str, shapes: Shapes) ->
         windows=windows,
         windowed_blocks_causal=not reader.flag("sliding_window_non_causal", False),
     )
-    return ReadConfig(config, "speculators", verifier.get("name_or_path") if isinstance(verifier, Mapping) else None)
+    return ReadConfig(config, "speculators", target_name)
 
 
 def _sizes(reader: _Reader, shapes: Shapes) -> dict[str, Any]:
@@ -173,10 +191,10 @@ def _sizes(reader: _Reader, shapes: Shapes) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "intermediate_size": reader.integer("intermediate_size", low=1),
-        "num_layers": reader.integer("num_hidden_layers", low=1),
+        "num_layers": reader.integer("num_hidden_layers", low=1, high=MAX_LAYERS),
         "num_heads": heads,
         "num_kv_heads": reader.integer("num_key_value_heads", heads, low=1),
-        "head_dim": reader.integer("head_dim", hidden // heads, low=1),
+        "head_dim": reader.integer("head_dim", hidden // heads, low=1, high=MAX_HEAD_DIM),
         "vocab_size": reader.integer("vocab_size", low=1),
         "rms_norm_eps": reader.number("rms_norm_eps", 1e-6),
         "attention_bias": reader.flag("attention_bias", False),
@@ -188,7 +206,7 @@ def _gemma_heads(reader: _Reader, shapes: Shapes) -> dict[str, Any]:
     """Gemma 4 drafters use the head sizes of the target's global layers; where exports fold them away, tensors tell."""
     shared = reader.flag("attention_k_eq_v", False)
     norm, key = shapes.get("layers.0.self_attn.q_norm.weight"), shapes.get("layers.0.self_attn.k_proj.weight")
-    dim = reader.integer("global_head_dim", norm[0] if norm else None, low=1)
+    dim = reader.integer("global_head_dim", norm[0] if norm else None, low=1, high=MAX_HEAD_DIM)
     name = "num_global_key_value_heads" if shared else "num_key_value_heads"
     return {
         "head_dim": dim,
@@ -217,7 +235,7 @@ def _heads(reader: _Reader, shapes: Shapes, hidden: int, default_rank: int) -> d
 def _draft_vocabulary(reader: _Reader, shapes: Shapes, vocab: int) -> int:
     """Vd: the rows of a head or of the map, where stored, else the config's word, else the whole vocabulary."""
     for name in ("lm_head.weight", "markov_head.markov_w2.weight", "d2t"):
-        if name in shapes:
+        if shapes.get(name):
             return shapes[name][0]
     return reader.integer("draft_vocab_size", vocab, low=1)
 
@@ -228,10 +246,7 @@ def _rope(reader: _Reader, *kinds: str) -> RopeConfig:
     A nested entry wins over flat keys beside it: some published files carry a meaningless `rope_type` and
     `rope_theta: null` on the level of the entries.
     """
-    parameters = reader.get("rope_parameters")
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise reader.fail("rope_parameters", "an object")
-    flat = dict(parameters or reader.get("rope_scaling") or {})
+    flat = dict(reader.mapping("rope_parameters") or reader.mapping("rope_scaling"))
     for kind in kinds:
         if isinstance(flat.get(kind), Mapping):
             flat = dict(flat[kind])
@@ -254,10 +269,8 @@ def _windows(reader: _Reader, layers: int) -> tuple[int | None, ...]:
 
 def _anchor_first(reader: _Reader, block: int) -> bool:
     """The block layout. A wrong guess does not crash, acceptance just collapses: so it is guessed last, and said."""
-    about = reader.get("speculators_config")
-    methods = about.get("proposal_methods") if isinstance(about, Mapping) else None
-    method = methods[0] if isinstance(methods, list) and methods else None
-    tokens = method.get("speculative_tokens") if isinstance(method, Mapping) else None
+    methods = reader.section("speculators_config").entries("proposal_methods", Mapping, "objects")
+    tokens = methods[0].get("speculative_tokens") if methods else None
     if reader.get("sample_from_anchor") is not None:
         stated = reader.flag("sample_from_anchor", True)
         if tokens in (block, block - 1) and stated != (tokens == block):

@@ -1,22 +1,27 @@
-"""What a checkpoint's drafter is worth asking for: how many draft tokens, and out of which part of the vocabulary.
+"""What a drafter is worth asking for: how many draft tokens, out of which part of the vocabulary, up to which position.
 
-A young drafter is seldom right in its last slots, and seldom knows rare tokens; both cost time at every step. Neither
-limit changes what the network computes for the tokens that remain.
+A young drafter is seldom right in its last slots, and seldom knows rare tokens; both cost time at every step. No limit
+changes what the network computes for the tokens that remain.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hspark.drafters.checkpoint_files import CheckpointError, read_object
 from hspark.drafters.dspark_model import DSparkModel
+from hspark.policy.curves import whole
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "drafting.json"
 
@@ -37,29 +42,48 @@ class DraftLimits:
 
     @staticmethod
     def load_beside(directory: str | Path, width: int, vocab_size: int) -> DraftLimits:
-        """The limits in a checkpoint directory, none if there is no such file. ValueError if it does not fit."""
+        """The limits in a checkpoint directory, none if there is no such file. CheckpointError if it does not fit."""
         path = Path(directory) / FILE_NAME
         if not path.exists():
             return DraftLimits()
+        values = read_object(path)
+        length, ids = values.get("length"), values.get("vocabulary")
         try:
-            values: Any = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(values, dict) or set(values) - {"length", "vocabulary"}:
-                raise ValueError("not an object of length and vocabulary")
-            length = values.get("length")
-            if length is not None and (type(length) is not int or not 1 <= length <= width):
-                raise ValueError(f"length is {length!r}, blocks yield 1 to {width}")
-            ids = values.get("vocabulary")
-            return DraftLimits(length, None if ids is None else checked_vocabulary(ids, vocab_size))
+            if set(values) - {"length", "vocabulary"}:
+                raise ValueError(f"it has the keys {sorted(values)}; use length and vocabulary")
+            return DraftLimits(
+                None if length is None else whole("length", length, 1, width),
+                None if ids is None else checked_vocabulary(ids, vocab_size),
+            )
         except ValueError as error:
-            raise ValueError(f"{path}: not the limits of this drafter ({error})") from error
+            raise CheckpointError(f"{path}: not the limits of this drafter ({error})") from error
 
 
 def checked_vocabulary(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     """`ids` as ascending, distinct target ids; ValueError otherwise."""
-    ascending = all(a < b for a, b in pairwise(ids))
-    if not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids) or not ascending:
-        raise ValueError(f"vocabulary of {len(ids)} ids is not usable; use ascending ids from 0 to {vocab_size - 1}")
-    return tuple(ids)
+    try:
+        chosen = tuple(whole("id", i, 0, vocab_size - 1) for i in ids)
+    except (TypeError, ValueError):
+        chosen = ()
+    if not chosen or any(a >= b for a, b in pairwise(chosen)):
+        raise ValueError(
+            f"vocabulary={reprlib.repr(ids)} is not usable; use ascending ids from 0 to {vocab_size - 1}, at least one"
+        )
+    return chosen
+
+
+def known_positions(limit: int | None, max_length: int, drafter: str) -> int:
+    """Positions of a row of `max_length` that a drafter of `limit` (None: any) knows, with a warning if fewer."""
+    if limit is None or limit >= max_length:
+        return max_length
+    logger.warning(
+        "the %s drafter knows %d positions and the target's rows have %d: it drafts nothing that needs position %d",
+        drafter,
+        limit,
+        max_length,
+        limit,
+    )
+    return limit
 
 
 def reduce_vocabulary(model: DSparkModel, ids: Sequence[int]) -> DSparkModel:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from hspark.drafters.base import Drafter
 from hspark.drafters.causal_lm import CausalLMDrafter
+from hspark.drafters.checkpoint_files import CheckpointError, read_object
 from hspark.drafters.dspark import DSparkDrafter
 
 
@@ -29,10 +29,9 @@ def open_drafter(source: str | os.PathLike[str], dtype: Any, device: Any, **opti
 
 def _is_causal_lm(path: Path) -> bool:
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        names = read_object(path / "config.json").get("architectures")
+    except CheckpointError:
         return False  # the DSpark reader says what is wrong with it
-    names = config.get("architectures") if isinstance(config, dict) else None
     if not isinstance(names, list) or not names:
         return False
     return all(isinstance(name, str) and name.endswith("ForCausalLM") for name in names)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hspark.policy.curves import as_float
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
@@ -47,12 +49,25 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES:
             raise ValueError(f"rope_type={self.rope_type!r} is not supported; use one of {', '.join(ROPE_TYPES)}")
-        if not (isinstance(self.rope_theta, int | float) and self.rope_theta > 0):
-            raise ValueError(f"rope_theta={self.rope_theta!r} is not a base; use a number above 0")
-        for name in self._REQUIRED.get(self.rope_type, ()):
+        if (as_float(self.rope_theta) or 0) <= 1:
+            raise ValueError(f"rope_theta={self.rope_theta!r} is not a base; use a finite number above 1")
+        required = self._REQUIRED.get(self.rope_type, ())
+        for name in (field.name for field in fields(self)[2:] if field.name != "truncate"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"{name}={value!r} with rope_type={self.rope_type!r}; use a number above 0")
+            number = as_float(value)
+            if value is None and name not in required:
+                continue
+            # 0 switches yarn's mscale off.
+            if number is None or number < 0 or (number == 0 and not name.startswith("mscale")):
+                raise ValueError(f"{name}={value!r} with rope_type={self.rope_type!r}; use a finite number above 0")
+        if not isinstance(self.truncate, bool | None):
+            raise ValueError(f"truncate={self.truncate!r}; use True, False or None")
+        if (self.partial_rotary_factor or 0) > 1:
+            raise ValueError(f"partial_rotary_factor={self.partial_rotary_factor!r} is no share; use at most 1")
+        if self.rope_type == "llama3" and not _number(self.high_freq_factor) > _number(self.low_freq_factor):
+            raise ValueError(
+                f"high_freq_factor={self.high_freq_factor!r}; use a number above low_freq_factor={self.low_freq_factor}"
+            )
 
     @staticmethod
     def from_dict(parameters: Mapping[str, Any]) -> RopeConfig:

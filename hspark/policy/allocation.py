@@ -9,7 +9,8 @@ from torch import Tensor
 def allocate(survival: Tensor, length: Tensor, budget: Tensor | int) -> Tensor:
     """Gives the `budget` best slots of the batch to the rows: int64 [B], how many slots each row keeps, from its front.
 
-    survival: float [B, W], non-increasing along each row; entries at or past `length` and NaN entries never win.
+    survival: float [B, W], non-increasing along each row. Entries at or past `length` never win, nor do NaN entries and
+    what lies behind one in its row.
     length: int64 [B], 0..W. budget: an int or an integer 0-dim tensor; 0 or less keeps nothing, a surplus stays unused.
 
     Only counts leave this function. Survival is non-increasing along a chain, so the best slots of a row are a prefix
@@ -24,8 +25,10 @@ def allocate(survival: Tensor, length: Tensor, budget: Tensor | int) -> Tensor:
             "use [B, W] and [B]"
         )
     inside = torch.arange(survival.shape[1], device=survival.device) < length[:, None]
+    # A slot is kept only with all before it, so a chain ends before its first NaN.
+    inside = inside & (survival.isnan().cumsum(dim=1) == 0)
     # Slots outside the chain rank below every slot inside, also below those whose survival is 0.
-    score = torch.where(inside, survival.nan_to_num(nan=0.0), -1.0)
+    score = torch.where(inside, survival, -1.0)
     # Slot-major order, so that the stable sort breaks ties by slot first: equal first slots of all rows come before
     # any second slot.
     order = score.t().reshape(-1).argsort(descending=True, stable=True)

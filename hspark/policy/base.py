@@ -85,6 +85,8 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 
 def register(factory: Made) -> Made:
     """Makes a policy available by its `name`; usable as a class decorator, also outside this package."""
+    if isinstance(factory, Policy) and not isinstance(factory, type):
+        raise ValueError(f"factory={factory!r} is a policy; register its class, which `policy` calls with the options")
     name = factory.name  # type: ignore[attr-defined]
     if name in _REGISTRY:
         raise ValueError(f"a policy named {name!r} is registered already; use another name")

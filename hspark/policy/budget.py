@@ -59,7 +59,7 @@ def evaluate_budget(
 
     The budget is reported as it was given, and only as many slots as exist are counted and paid for.
     """
-    whole("budget", budget, 0)
+    budget = whole("budget", budget, 0)
     expected = _expected_tokens(survival, requests)
     used = min(budget, expected.shape[0] - 1)
     seconds = float(cost.step_cost(requests, torch.tensor([used]), context_tokens)[0])
@@ -73,10 +73,9 @@ def _decision(budget: int, goodput: float, expected: float, requests: int, cost:
 
 def _expected_tokens(survival: Tensor | Any, requests: int) -> Tensor:
     """A(b) for every b from 0 to the number of slots, float64."""
-    whole("requests", requests, 1)
     slots = torch.as_tensor(survival).detach().reshape(-1).to(device="cpu", dtype=torch.float64)
     slots = slots[slots > 0].sort(descending=True).values
-    return requests + torch.cat([slots.new_zeros(1), slots.cumsum(0)])
+    return whole("requests", requests, 1) + torch.cat([slots.new_zeros(1), slots.cumsum(0)])
 
 
 class SurvivalHistory:

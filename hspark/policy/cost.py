@@ -91,7 +91,7 @@ class LinearCost:
         return cls(base, per_slot, table.per_context_token, graph_limit=graph_limit, eager=eager)
 
     def step_cost(self, requests: int, budgets: Tensor | Sequence[int], context_tokens: float = 0) -> Tensor:
-        slots = _slots(requests, budgets, context_tokens)
+        requests, slots = curves.whole("requests", requests, 1), _slots(budgets, context_tokens)
         seconds = curves.held(self.base, requests) + curves.held(self.per_slot, requests) * slots
         if self.graph_limit is not None and self.eager is not None:
             eager = curves.curve(self.eager, requests + slots)
@@ -145,7 +145,7 @@ class StepCostTable:
         *,
         interpolate: bool = False,
     ) -> None:
-        sizes, seconds = list(sizes), list(seconds)
+        sizes, seconds = [curves.whole("sizes", size, 1) for size in sizes], list(seconds)
         if len(sizes) != len(seconds) or not sizes:
             raise ValueError(f"sizes has {len(sizes)} entries and seconds {len(seconds)}; use equally many, at least 1")
         if sizes != sorted(set(sizes)):
@@ -165,7 +165,7 @@ class StepCostTable:
         return list(self.table.values())
 
     def step_cost(self, requests: int, budgets: Tensor | Sequence[int], context_tokens: float = 0) -> Tensor:
-        tokens = requests + _slots(requests, budgets, context_tokens)
+        tokens = curves.whole("requests", requests, 1) + _slots(budgets, context_tokens)
         seconds = curves.curve(self.table, tokens)
         if not self.interpolate:
             sizes = torch.tensor(self.sizes, dtype=torch.float64)
@@ -214,7 +214,7 @@ def cost_from(record: Any, where: str) -> LinearCost | StepCostTable:
         "table": ("sizes", "seconds", "per_context_token", "interpolate"),
     }
     kind = record.get("kind") if isinstance(record, dict) else None
-    if kind not in keys:
+    if not isinstance(kind, str) or kind not in keys:
         raise ValueError(f"{where}: key 'kind' is {kind!r}; use one of {', '.join(map(repr, keys))}")
     values = {key: value for key, value in record.items() if key != "kind"}
     missing, unknown = [set(keys[kind]) - set(values), set(values) - set(keys[kind])]
@@ -296,9 +296,8 @@ def _non_decreasing(values: Sequence[float]) -> list[float]:
     return [total / count for total, count in blocks for _ in range(int(count))]
 
 
-def _slots(requests: int, budgets: Tensor | Sequence[int], context_tokens: float) -> Tensor:
+def _slots(budgets: Tensor | Sequence[int], context_tokens: float) -> Tensor:
     """The budgets as checked float64 [n] on the host."""
-    curves.whole("requests", requests, 1)
     curves.seconds("context_tokens", context_tokens, positive=False)
     slots = torch.as_tensor(budgets).to(device="cpu", dtype=torch.float64)
     if slots.dim() != 1 or bool((slots < 0).any()):

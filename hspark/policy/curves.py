@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -14,17 +16,34 @@ from torch import Tensor
 def seconds(name: str, value: Any, *, positive: bool) -> float:
     """`value` as seconds: finite, above 0 or (positive=False) at least 0. ValueError that names it otherwise."""
     accepted = "a finite number of seconds above 0" if positive else "a finite number of seconds of at least 0"
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (positive and value == 0):
+    number = as_float(value)
+    if number is None or number < 0 or (positive and number == 0):
         raise ValueError(f"{name}={value!r} is not usable; use {accepted}")
-    return float(value)
+    return number
 
 
-def whole(name: str, value: Any, low: int) -> int:
-    """`value` as an integer of at least `low`. ValueError that names it otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name}={value!r} is not usable; use an integer of at least {low}")
-    return value
+def as_float(value: Any) -> float | None:
+    """A finite real number, of Python or of an array, as a float; None for anything else, booleans included."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+    return number if math.isfinite(number) else None
+
+
+def whole(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """`value`, an integer of Python or of an array, as an int from `low` to `high` (None: without an end). ValueError
+    that names it otherwise."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < low or (high is not None and number > high):
+        bound = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+        raise ValueError(f"{name}={value!r} is not usable; use {bound}")
+    return number
 
 
 def entries(name: str, value: float | Mapping[int, float], *, positive: bool) -> dict[int, float]:
@@ -49,7 +68,10 @@ def unlisted(name: str, value: Any) -> dict[int, float]:
     pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
     if not pairs:
         raise ValueError(f"{name}={value!r} is not a table; use a list of [whole number, seconds] pairs")
-    return {pair[0]: pair[1] for pair in value}
+    table = {whole(f"{name} key", key, 1): value for key, value in value}
+    if len(table) < len(value):
+        raise ValueError(f"{name}={value!r} gives several values for one whole number; use one pair for each")
+    return table
 
 
 def held(table: Mapping[int, float], at: int) -> float:

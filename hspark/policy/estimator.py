@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -14,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hspark.policy.curves import whole
+from hspark.policy.curves import as_float, whole
 
 _ASSET = Path(__file__).resolve().parent.parent / "assets" / "estimators.json"
 _KIND = "acceptance-estimator"
+_LIMITS = ("min_match", "max_match", "copy_cap", "width")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class AcceptanceEstimator:
         return self._copy(width=width)
 
     def _copy(self, **changes: Any) -> AcceptanceEstimator:
-        names = ("coefficients", "min_match", "max_match", "copy_cap", "width", "provenance", "device", "dtype")
+        names = ("coefficients", *_LIMITS, "provenance", "device", "dtype")
         return AcceptanceEstimator(**({name: getattr(self, name) for name in names} | changes))
 
     def __repr__(self) -> str:
@@ -153,7 +153,7 @@ class AcceptanceEstimator:
         wanted = _last_part(target)
         shipped = _presets()
         for name, record in shipped["presets"].items():
-            if wanted in (name, *map(_last_part, record["targets"])):
+            if target.lower() == name or wanted in (name, *map(_last_part, record["targets"])):
                 remark = record["provenance"].get("remark")
                 note = f"estimator: {name!r}, fitted for {target} ({record['provenance']['source']})"
                 return cls.preset(name), f"{note}; {remark}" if remark else note
@@ -181,9 +181,9 @@ class AcceptanceEstimator:
     # Files
 
     def to_record(self) -> dict[str, Any]:
-        """The JSON form: coefficients, limits of the drafter, provenance."""
+        """The JSON form: coefficients, limits of the drafter, width, provenance."""
         coefficients = asdict(self.coefficients) | {"beta": list(self.coefficients.beta)}
-        limits = {"min_match": self.min_match, "max_match": self.max_match, "copy_cap": self.copy_cap}
+        limits = {key: getattr(self, key) for key in _LIMITS}
         return {"kind": _KIND, "coefficients": coefficients, **limits, "provenance": self.provenance}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -208,8 +208,7 @@ class AcceptanceEstimator:
 
 def _from_record(record: Mapping[str, Any], where: str) -> AcceptanceEstimator:
     """The estimator of a JSON record; ValueError that starts with `where` and names the key."""
-    limits = ("min_match", "max_match", "copy_cap")
-    known = {"kind", "coefficients", "provenance", "targets", *limits}
+    known = {"kind", "coefficients", "provenance", "targets", *_LIMITS}
     coefficients = record.get("coefficients")
     names = [field.name for field in fields(Coefficients)]
     if set(record) - known:
@@ -224,16 +223,17 @@ def _from_record(record: Mapping[str, Any], where: str) -> AcceptanceEstimator:
         return AcceptanceEstimator(
             Coefficients(**coefficients),
             provenance=record.get("provenance"),
-            **{key: record[key] for key in limits if key in record},
+            **{key: record[key] for key in _LIMITS if key in record},
         )
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
 
 def _finite(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    number = as_float(value)
+    if number is None:
         raise ValueError(f"{name}={value!r} is not usable; use a finite number")
-    return float(value)
+    return number
 
 
 def _last_part(name: str) -> str:

@@ -209,23 +209,29 @@ def _coefficients(theta: Tensor, level: int, positions: int, known: Tensor) -> C
     return Coefficients(tuple(beta), **shared)
 
 
-def newton(columns: Tensor, graded: Tensor, accepted: Tensor, penalty: Tensor) -> Tensor:
-    """The minimum [P] of the penalised log-loss; columns [C, P], graded and accepted counts [C], penalty [P].
+def newton(columns: Tensor, graded: Tensor, accepted: Tensor, penalty: Tensor, prior: Tensor | None = None) -> Tensor:
+    """The minimum [P] of the penalised log-loss of logistic regression, all of it float64.
 
-    The objective is strictly convex, so Newton steps, halved until they improve it enough, reach the one minimum.
+    columns: [C, P]. graded, accepted: counts [C]. penalty: [P], lambda in lambda / 2 * (weight - prior)^2; prior: [P],
+    None for 0. The objective is strictly convex, so Newton steps, halved until they improve it enough, reach the one
+    minimum.
     """
+    prior = torch.zeros(columns.shape[1], dtype=torch.float64) if prior is None else prior
+    rejected = graded - accepted
 
     def objective(theta: Tensor) -> Tensor:
-        logits = columns @ theta
-        return (graded * softplus(logits) - accepted * logits).sum() + 0.5 * (penalty * theta**2).sum()
+        logits = columns @ theta  # both sums are of positive terms, so nothing cancels where all or none is accepted
+        loss = (rejected * softplus(logits) + accepted * softplus(-logits)).sum()
+        return loss + 0.5 * (penalty * (theta - prior) ** 2).sum()
 
-    theta = torch.zeros(columns.shape[1], dtype=torch.float64)
+    theta = prior
     value = objective(theta)
     for _ in range(200):
-        chance = (columns @ theta).sigmoid()
-        gradient = columns.t() @ (graded * chance - accepted) + penalty * theta
-        curvature = columns.t() @ ((graded * chance * (1 - chance))[:, None] * columns) + penalty.diag()
-        # A weight whose feature never varies has no curvature without a penalty; lstsq leaves it at 0.
+        logits = columns @ theta
+        chance = logits.sigmoid()
+        gradient = columns.t() @ (rejected * chance - accepted * (-logits).sigmoid()) + penalty * (theta - prior)
+        curvature = columns.t() @ ((graded * chance * (-logits).sigmoid())[:, None] * columns) + penalty.diag()
+        # A weight whose feature never varies has no curvature without a penalty; lstsq leaves it at its prior.
         step = torch.linalg.lstsq(curvature, gradient[:, None], driver="gelsd").solution[:, 0]
         decrease = float(gradient @ step)
         if decrease <= 1e-14 * (1.0 + abs(float(value))):
@@ -269,7 +275,8 @@ def calibration_error(
 def expected_calibration_error(probability: Tensor, outcome: Tensor, *, bins: int = 15) -> float:
     """ECE of Guo et al. (2017): mean over bins, by their share, of |mean outcome - mean probability|.
 
-    probability: float [M] in [0, 1]. outcome: 0/1 or bool [M]. bins: equal intervals of [0, 1].
+    probability: float [M] in [0, 1]. outcome: 0/1 or bool [M]. bins: equal intervals of [0, 1],
+    each with its lower end and the last with both.
     """
     whole("bins", bins, 1)
     probability, outcome = probability.detach().cpu().double(), outcome.detach().cpu().double()

@@ -29,9 +29,10 @@ from hspark.policy.merging import assemble, continued, keep, only, pair, ratios,
 def chain_value(survival: Tensor, price: Tensor | float) -> Tensor:
     """V = sum over slots of max(S_k - price, 0), float [B], of survival [B, W] (equation 3 of the paper).
 
-    What verifying the chain is worth beyond what its slots would earn elsewhere in the batch.
+    What verifying the chain is worth beyond what its slots would earn elsewhere in the batch. A slot whose survival is
+    NaN is worth nothing.
     """
-    return (survival - price).clamp(min=0.0).sum(dim=1)
+    return (survival - price).clamp(min=0.0).nan_to_num(nan=0.0).sum(dim=1)
 
 
 def is_prefix(model: Chain, free: Chain) -> Tensor:
@@ -69,7 +70,7 @@ class Proposed(ChainPolicy):
         if not self._contains:
             return keep(by_value, model, free, reason)
         contains = is_prefix(model, free) & (model.length > 0)
-        best = torch.maximum(model.survival, free.survival)
+        best = torch.fmax(model.survival, free.survival)  # a NaN of either chain gives way to the other's value
         lifted = continued(best, model.length, free)
         free = free.replace(
             survival=torch.where(contains[:, None], lifted, free.survival),
@@ -213,7 +214,7 @@ def choose_chain(policy: Policy, model_chain: Chain, free_chains: Sequence[Chain
         best = free_chains[0]
         for free_chain in free_chains[1:]:
             best = Proposed()(best, free_chain, price)
-        return policy(model_chain, best.replace(reason=None), price)
+        return policy(model_chain, best, price)
     chain = model_chain
     for free_chain in free_chains:
         chain = policy(chain, free_chain, price)

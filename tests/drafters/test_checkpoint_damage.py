@@ -77,7 +77,38 @@ def test_a_lost_shard_and_a_wrong_index_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors does not exist"):
         open_checkpoint(path)
     index.write_text("[]")
-    with pytest.raises(CheckpointError, match=r"index\.json: not an index of shards"):
+    with pytest.raises(CheckpointError, match=r"index\.json: holds list; expected an object"):
+        open_checkpoint(path)
+    for weight_map in ("null", "[]", '{"fc.weight": 3}'):
+        index.write_text(f'{{"weight_map": {weight_map}}}')
+        with pytest.raises(CheckpointError, match=r"index\.json: weight_map is .*; expected an object of file names"):
+            open_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "confidence.json", "drafting.json", "model.safetensors.index.json"])
+def test_a_directory_in_place_of_a_file_is_named(name: str, tmp_path: Path) -> None:
+    path = save_model(MODEL, tmp_path)
+    (path / name).unlink(missing_ok=True)
+    (path / name).mkdir()
+    with pytest.raises(CheckpointError, match=rf"{name}: cannot be read \(Is a directory\)"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_hidden_layers", 9999, "num_hidden_layers is 9999, and there are 31 tensors in all"),
+        ("head_dim", 2**30, "head_dim is 1073741824; expected an integer of at least 1, at most 65536"),
+        ("intermediate_size", 2**31 - 1, r"has shape \[16, 24\]; expected \[16, 2147483647\]"),
+        ("hidden_size", 2**31 - 1, "sizes that no tensor can have"),
+    ],
+)
+def test_sizes_beyond_the_tensors_are_refused_before_anything_is_built(
+    key: str, value: int, message: str, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {key: value}
+    path = save_model(MODEL, tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
         open_checkpoint(path)
 
 

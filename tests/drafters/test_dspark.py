@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hspark.core import Chain, RowState
 from hspark.drafters.dspark import DSparkDrafter
@@ -101,6 +102,19 @@ def test_a_row_with_broken_features_still_gives_valid_chains_and_spares_the_othe
     chain = drafter.propose(rows_of([TEXT[:9], TEXT[:9]]), GREEDY)
     assert_valid_chain(chain, model.config.vocab_size)
     assert_same_chain(chain, fresh(model, TEXT[:9]), 1)
+
+
+def test_a_row_whose_block_overflows_abstains(model: DSparkModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = bound(model, rows=3)
+    whole = drafter._block
+
+    def broken(rows: RowState, anchor: Tensor) -> Tensor:
+        hidden = whole(rows, anchor).clone()
+        hidden[0, 0, 0], hidden[1, -1, -1] = math.nan, math.inf
+        return hidden
+
+    monkeypatch.setattr(drafter, "_block", broken)
+    assert drafter.propose(rows_of([TEXT[:1]] * 3), GREEDY).length.tolist() == [0, 0, drafter.width]
 
 
 def test_padding_goes_to_the_dump_column(model: DSparkModel) -> None:
@@ -202,6 +216,15 @@ def test_windows_are_honoured() -> None:
 
 
 # ---- vocabularies ----------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_token_reads_as_the_mask() -> None:
+    model = random_model(tiny_config(mask_token_id=7))
+    drafter = bound(model, rows=2, target=target_info(model.config, vocab_size=64))
+    for anchors in ([40, 7], [63, 7]):
+        chain = drafter.propose(rows_of([[anchor] for anchor in anchors]), GREEDY)
+        assert chain.tokens[0].tolist() == chain.tokens[1].tolist()
+        torch.testing.assert_close(chain.acceptance[0], chain.acceptance[1])
 
 
 @pytest.mark.parametrize("target_vocab", [36, 40, 64])

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hspark.drafters.checkpoint_files import CheckpointError
 from hspark.drafters.confidence import (
     Calibration,
     ProbabilityCurve,
@@ -19,9 +20,9 @@ from hspark.drafters.confidence import (
     fit_platt,
     fit_temperatures,
     log_odds,
-    survival_ece,
 )
 from hspark.drafters.dspark import DSparkDrafter
+from hspark.policy import expected_calibration_error
 from tests.drafters.dspark_cases import GREEDY, bound, feed, random_model, rows_of, save_model, tiny_config
 
 TEXT = [1, 5, 9, 13, 2]
@@ -38,14 +39,7 @@ def record(true_temperatures: list[float], chains: int = 40000, seed: int = 0) -
 
 def errors(logits: Tensor, accepted: Tensor, temperatures: tuple[float, ...]) -> list[float]:
     survival = (logits / torch.tensor(temperatures)).sigmoid().cumprod(dim=1)
-    return [survival_ece(survival[:, k], accepted > k) for k in range(logits.shape[1])]
-
-
-def test_ece_of_a_hand_made_case() -> None:
-    # Bin 0: mean prediction 0.05, outcome 0 of 2. Bin 9 of 10: mean prediction 0.95, outcome 1 of 2.
-    predicted, outcome = torch.tensor([0.04, 0.06, 0.94, 0.96]), torch.tensor([0, 0, 0, 1])
-    assert survival_ece(predicted, outcome, bins=10) == pytest.approx(0.5 * 0.05 + 0.5 * 0.45)
-    assert survival_ece(torch.tensor([1.0, 0.0]), torch.tensor([1, 0])) == 0.0
+    return [expected_calibration_error(survival[:, k], accepted > k) for k in range(logits.shape[1])]
 
 
 def test_fitted_temperatures_recover_the_true_ones_and_generalise() -> None:
@@ -104,7 +98,7 @@ def test_platt_scaling_recovers_slopes_and_biases_and_generalises() -> None:
 
     def error(calibration: Calibration) -> float:
         survival = calibration.acceptance(logits).cumprod(dim=1)
-        return max(survival_ece(survival[:, k], accepted > k) for k in range(3))
+        return max(expected_calibration_error(survival[:, k], accepted > k) for k in range(3))
 
     assert error(whole) < 0.012
     assert error(Calibration(fit_temperatures(*biased(0)))) > 0.05
@@ -213,13 +207,22 @@ def test_a_saved_curve_is_applied_to_a_drafter_without_the_head(tmp_path: Path) 
 @pytest.mark.parametrize(
     "content",
     ["{", "[]", '{"temperatures": [0]}', '{"temperatures": [1, "x"]}', '{"temperature": [1]}', '{"curve": {"slop": 1}}',
-     '{"temperatures": [NaN]}', '{"biases": [Infinity]}', '{"biases": ["x"]}', '{"biases": 1}'],
+     '{"temperatures": [NaN]}', '{"biases": [Infinity]}', '{"biases": ["x"]}', '{"biases": 1}',
+     '{"temperatures": [true]}', '{"temperatures": "12"}', '{"temperatures": null}', '{"curve": 5}',
+     '{"curve": {"slope": true}}', '{"curve": {"slope": null}}', '{"biases": [1' + "0" * 400 + "]}", "[" * 100000],
 )  # fmt: skip
 def test_a_damaged_calibration_is_refused_by_name(content: str, tmp_path: Path) -> None:
     path = save_model(random_model(tiny_config()), tmp_path)
     (path / "confidence.json").write_text(content)
-    with pytest.raises(ValueError, match=r"confidence\.json: not a calibration"):
+    with pytest.raises(CheckpointError, match=r"confidence\.json: (not a calibration|not valid JSON|holds list)"):
         DSparkDrafter.from_pretrained(path)
+
+
+def test_values_made_by_hand_are_checked() -> None:
+    with pytest.raises(ValueError, match="slope='x'; use a finite number"):
+        ProbabilityCurve(slope="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"temperatures=\(0,\); use a list of finite numbers above 0"):
+        Calibration((0,))
 
 
 def test_saved_calibrations_are_plain_json(tmp_path: Path) -> None:

@@ -71,3 +71,28 @@ def test_the_old_key_type_is_understood() -> None:
     assert RopeConfig.from_dict({"type": "linear", "factor": 2.0}).rope_type == "linear"
     with pytest.raises(ValueError, match="rope_theta=-1"):
         RopeConfig(rope_theta=-1)
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"rope_theta": 1.0}, "rope_theta=1.0 is not a base; use a finite number above 1"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf"),
+        ({"rope_theta": True}, "rope_theta=True"),
+        ({"rope_type": ["yarn"]}, r"rope_type=\['yarn'\] is not supported; use one of"),
+        ({"rope_type": "linear", "factor": float("nan")}, "factor=nan with rope_type='linear'; use a finite number"),
+        ({"rope_type": "proportional", "partial_rotary_factor": 3.0}, "partial_rotary_factor=3.0 is no share"),
+        ({"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}, "high_freq_factor=4.0; use a number above"),
+        (YARN | {"beta_fast": "x"}, "beta_fast='x' with rope_type='yarn'"),
+        (YARN | {"beta_slow": 0}, "beta_slow=0"),
+        (YARN | {"attention_factor": "x"}, "attention_factor='x'"),
+        (YARN | {"mscale": -1.0}, "mscale=-1.0"),
+        (YARN | {"truncate": "no"}, "truncate='no'; use True, False or None"),
+    ],
+)
+def test_parameters_are_checked_when_made(parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RopeConfig.from_dict(parameters)

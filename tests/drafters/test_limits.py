@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hspark.drafters.checkpoint import open_checkpoint
+from hspark.drafters.checkpoint_files import CheckpointError
 from hspark.drafters.dspark import DSparkDrafter
 from hspark.drafters.limits import FILE_NAME, DraftLimits, reduce_vocabulary
 from tests.drafters.dspark_cases import GREEDY, SAMPLED, bound, feed, random_model, rows_of, save_model, tiny_config
@@ -61,16 +63,34 @@ def test_a_checkpoint_says_what_it_is_worth(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [[], {"size": 3}, {"length": 0}, {"length": 9}, {"vocabulary": [3, 2]}, {"vocabulary": [40]}, {"vocabulary": []}],
+    [
+        {"size": 3},
+        {"length": 0},
+        {"length": 9},
+        {"length": True},
+        {"length": "3"},
+        {"vocabulary": [3, 2]},
+        {"vocabulary": [40]},
+        {"vocabulary": []},
+        {"vocabulary": 5},
+        {"vocabulary": [1, "a"]},
+        {"vocabulary": {"1": 2}},
+        {"vocabulary": "12"},
+        {"vocabulary": [False, True]},
+    ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, values: Any) -> None:
     (tmp_path / FILE_NAME).write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"drafting\.json: not the limits of this drafter"):
+    with pytest.raises(CheckpointError, match=r"drafting\.json: not the limits of this drafter .*; use"):
         DraftLimits.load_beside(tmp_path, 5, 40)
 
 
+def test_ids_may_come_from_an_array() -> None:
+    assert DSparkDrafter(random_model(CONFIG), vocabulary=torch.tensor([3, 5]), length=np.int64(2)).vocabulary == (3, 5)  # type: ignore[arg-type]
+
+
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="vocabulary of 2 ids is not usable"):
+    with pytest.raises(ValueError, match=r"vocabulary=\[3, 3\] is not usable; use ascending ids from 0 to 39"):
         DSparkDrafter(random_model(CONFIG), vocabulary=[3, 3])
     with pytest.raises(ValueError, match="vocabulary='common'"):
         DSparkDrafter(random_model(CONFIG), vocabulary="common")

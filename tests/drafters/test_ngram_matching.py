@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -203,6 +205,30 @@ def test_no_large_intermediate() -> None:
     with Sizes():
         match(tokens, torch.full((8,), 4000))
     assert largest <= 8 * (4000 + 14) * 15
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"copy_cap": 14}, "copy_cap=14 is not usable; use an integer from 15 to"),
+        ({"min_match": 16}, "min_match=16 is not usable; use an integer from 1 to 15"),
+        ({"max_match": 300, "copy_cap": 400}, "max_match=300 is not usable; use an integer from 1 to 255"),
+        ({"width": 0}, "width=0"),
+        ({"context_limit": 0}, "context_limit=0 is not usable; use an integer of at least 1"),
+        ({"context_limit": -3}, "context_limit=-3"),
+    ],
+)
+def test_settings_that_never_match_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        match(*as_batch([[1, 2] * 10], 32), **settings)
+
+
+def test_the_longest_match_that_a_byte_counts() -> None:
+    tokens, length = as_batch([[1] * 600], 600)
+    found = match(tokens, length, max_match=255, copy_cap=400)
+    assert (int(found.match_length), int(found.copy_length)) == (255, 400)
+    limits: dict[str, Any] = {"max_match": np.int64(255), "copy_cap": np.int64(400)}
+    assert torch.equal(match(tokens, length, **limits).tokens, found.tokens)
 
 
 def test_bad_shapes_are_refused() -> None:

@@ -75,9 +75,16 @@ def test_slots_of_survival_zero_are_slots_and_padding_is_not() -> None:
     assert allocate(survival, torch.tensor([2, 1]), 5).tolist() == [2, 1]
 
 
-def test_nan_ranks_last() -> None:
-    survival = torch.tensor([[float("nan")] * 2, [0.5, 0.25]])
-    assert allocate(survival, torch.tensor([2, 2]), 2).tolist() == [0, 2]
+@given(survivals(), st.integers(0, 16), st.data())
+@settings(max_examples=60)
+def test_a_chain_ends_before_its_first_nan(drawn: tuple[Tensor, Tensor], budget: int, data: st.DataObject) -> None:
+    survival, length = drawn
+    first = torch.tensor([data.draw(st.integers(0, survival.shape[1])) for _ in length])
+    broken = survival.clone()
+    for row, slot in enumerate(first.tolist()):
+        broken[row, slot : slot + 1] = float("nan")
+    expected = allocate(survival, torch.minimum(length, first), budget)
+    assert allocate(broken, length, budget).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("budget", [-1, torch.tensor(-5)])

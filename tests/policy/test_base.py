@@ -211,3 +211,9 @@ def test_prices_as_numbers_and_as_tensors_agree() -> None:
     for name in NAMES:
         chosen = policy(name)
         assert rows_of(chosen(model, model, 0.25)) == rows_of(chosen(model, model, torch.tensor(0.25)))
+
+
+def test_a_policy_is_registered_as_a_class() -> None:
+    with pytest.raises(ValueError, match=r"factory=Proposed\(.*\) is a policy; register its class"):
+        register(policy("proposed"))
+    assert set(policy_names()) == set(NAMES)

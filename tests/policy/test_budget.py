@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,6 +64,27 @@ def test_a_staircase_has_many_peaks_and_the_best_is_found() -> None:
     decision = choose_budget(torch.full((1, 15), 0.9), 1, cost)
     assert decision.budget == 15
     assert decision.price == pytest.approx((1 + 15 * 0.9) / 2.6 * 0.1 / 14)
+
+
+def test_the_smallest_budget_wins_among_equals() -> None:
+    """Goodput 1 at every budget: each slot adds one token and one second."""
+    assert choose_budget(torch.ones(2, 3), 2, LinearCost(2.0, 1.0))[0] == 0
+    plateau = StepCostTable([1, 2, 3, 4], [2.0, 2.0, 3.0, 4.0])
+    assert choose_budget(torch.ones(3), 1, plateau)[0] == 1
+
+
+def test_sums_are_exact_beyond_single_precision() -> None:
+    decision = choose_budget(torch.tensor([0.5, 0.5]), 2**24, LinearCost(1.0, 0.0))
+    assert decision.budget == 2
+    assert decision.expected_tokens == 2**24 + 1
+
+
+def test_integers_of_arrays_count_as_integers() -> None:
+    survival, cost = np.array([0.5, 0.5]), LinearCost(1.0, 0.25)
+    two: Any = np.int64(2)
+    one: Any = torch.tensor(1)
+    assert choose_budget(survival, two, cost, two, maximum=one) == choose_budget(survival, 2, cost, 2, maximum=1)
+    assert evaluate_budget(survival, two, cost, one) == evaluate_budget(survival, 2, cost, 1)
 
 
 def test_no_slots_or_no_room() -> None:

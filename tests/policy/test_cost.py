@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -91,6 +92,8 @@ def test_the_papers_line_from_a_measured_table() -> None:
     assert cost.base == {2: 1.0, 8: 1.5}
     assert cost.per_slot == {2: 0.5 / 6, 8: 2.5 / 24}
     assert cost.per_context_token == 0.001
+    falling = LinearCost.from_table(StepCostTable([1, 4], [2.0, 1.0]), [1], width=3)
+    assert falling.per_slot == {1: 0.0}  # a table that falls gives no slot a negative price
 
 
 # Profiling
@@ -169,6 +172,19 @@ def test_the_price_of_context_is_the_difference_per_token() -> None:
     assert done == [(i + 1, 12) for i in range(12)]
 
 
+def test_a_step_that_is_faster_with_context_makes_context_free() -> None:
+    clock = FakeClock()
+
+    def step(seconds: float) -> Any:
+        def run(size: int) -> None:
+            clock.now += seconds
+
+        return run
+
+    table = profile_cost(step(2.0), [1], clock=clock, run_with_context=step(1.5), context_tokens=10)
+    assert table.per_context_token == 0.0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -224,12 +240,17 @@ LINE = {
         (TABLE | {"price": 1}, r"has unknown \['price'\]"),
         (TABLE | {"sizes": [2, 1]}, "not strictly increasing"),
         (TABLE | {"sizes": [1]}, "equally many"),
-        (TABLE | {"sizes": [1, 2.5]}, "seconds key=2.5"),
+        ({"kind": []}, r"key 'kind' is \[\]; use one of"),
+        (TABLE | {"sizes": [1, 2.5]}, "sizes=2.5"),
+        (TABLE | {"sizes": [1, "a"]}, "sizes='a' is not usable; use an integer of at least 1"),
         (TABLE | {"seconds": [1.0, -2.0]}, r"seconds\[2\]=-2.0"),
         (TABLE | {"interpolate": 1}, "interpolate=1"),
         (TABLE | {"sizes": 3}, "cost.json"),
         (LINE | {"base": 3}, "base=3 is not a table"),
         (LINE | {"per_slot": [[1, "a"]]}, r"per_slot\[1\]='a'"),
+        (LINE | {"base": [[1, 1.0], [2, 1.0], [1, 3.0]]}, "base=.* several values for one whole number"),
+        (LINE | {"base": [[[], 1.0]]}, r"base key=\[\]"),
+        (LINE | {"per_context_token": 10**400}, "per_context_token=1000"),
         (LINE | {"graph_limit": 4}, "give both, or neither"),
         (LINE | {"per_context_token": -1.0}, "per_context_token=-1.0"),
     ],
@@ -259,6 +280,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (lambda: LinearCost(1.0, 0.1, graph_limit=0, eager={1: 1.0}), "graph_limit=0"),
         (lambda: StepCostTable([], []), "at least 1"),
         (lambda: StepCostTable([1, 1], [1.0, 2.0]), "strictly increasing"),
+        (lambda: StepCostTable([1, True], [1.0, 2.0]), "sizes=True"),
         (lambda: StepCostTable([1], [float("inf")]), "seconds"),
         (lambda: LinearCost(1.0, 0.1).step_cost(0, [0]), "requests=0"),
         (lambda: LinearCost(1.0, 0.1).step_cost(1, [-1]), "budgets="),
@@ -268,6 +290,22 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_bad_values_are_named(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_numbers_of_arrays_count_as_numbers(tmp_path: Path) -> None:
+    one, two, half, single = np.int64(1), np.int32(2), np.float64(0.5), np.float32(0.5)
+    sizes: Any = np.array([2, 4])
+    seconds: Any = [1.0, single]
+    table = StepCostTable(sizes, seconds, half)
+    assert (table.sizes, table.seconds, table.per_context_token) == ([2, 4], [1.0, 0.5], 0.5)
+    options: dict[str, Any] = {"base": {two: 1.0}, "per_slot": single, "graph_limit": one, "eager": {one: half}}
+    for cost in (table, LinearCost(**options)):
+        count: Any = two
+        assert _seconds(cost, count, [0, 2]) == _seconds(cost, 2, [0, 2])
+        assert cost.slot_cost(count, count) == cost.slot_cost(2, 2)
+        cost.save(tmp_path / "cost.json")
+        assert _seconds(load_cost(tmp_path / "cost.json"), 2, [1]) == _seconds(cost, 2, [1])
+    assert LinearCost.from_table(table, sizes, 1).base == {2: 1.0, 4: 0.5}
 
 
 def test_models_describe_themselves() -> None:

@@ -101,6 +101,7 @@ def test_every_preset_is_named_and_says_where_it_is_from() -> None:
         ("google/gemma-4-12B-it", "gemma4-12b"),
         ("CohereLabs/North-Mini-Code-1.0-w4a16", "north-mini-code"),
         ("qwen3-4b", "qwen3-4b"),
+        ("Qwen3-4B/ladder-1", "qwen3-4b/ladder-1"),
     ],
 )
 def test_a_known_target_gets_its_own_fit(target: str, preset: str) -> None:
@@ -181,6 +182,19 @@ def test_files_round_trip(tmp_path: Path) -> None:
     assert "unknown source" in repr(loaded)
 
 
+def test_the_width_is_saved(tmp_path: Path) -> None:
+    path = tmp_path / "estimator.json"
+    wide = AcceptanceEstimator.preset("qwen3-4b").with_width(20)
+    wide.save(path)
+    loaded = AcceptanceEstimator.load(path)
+    assert loaded.width == 20
+    assert _at(loaded, 15, 1, 60) == _at(wide, 15, 1, 60)
+    record = wide.to_record()
+    del record["width"]  # as in files without it: one position for each intercept
+    path.write_text(json.dumps(record))
+    assert AcceptanceEstimator.load(path).width == 15
+
+
 GOOD: dict[str, Any] = AcceptanceEstimator.preset("qwen3-4b").to_record()
 WEIGHTS: dict[str, Any] = GOOD["coefficients"]
 
@@ -200,6 +214,7 @@ WEIGHTS: dict[str, Any] = GOOD["coefficients"]
         (GOOD | {"min_match": 0}, "min_match=0"),
         (GOOD | {"max_match": 4}, "max_match=4"),
         (GOOD | {"copy_cap": 14}, "copy_cap=14"),
+        (GOOD | {"width": 0}, "width=0"),
         (GOOD | {"provenance": "me"}, "key 'provenance' is 'me'"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import logsigmoid
 
@@ -20,18 +20,19 @@ from hspark.policy import (
     expected_calibration_error,
     log_loss_per_step,
 )
-from hspark.policy.fitting import LEVELS
+from hspark.policy.fitting import LEVELS, newton
 
 
 def simulated(estimator: AcceptanceEstimator, count: int, seed: int = 0) -> GradedSteps:
     """Steps whose acceptance follows `estimator`; features spread as in real replays, one chain in five cut short."""
+    low, high, cap = estimator.min_match, estimator.max_match, estimator.copy_cap
     generator = torch.Generator().manual_seed(seed)
 
     def uniform() -> torch.Tensor:
         return torch.rand(count, generator=generator)
 
-    length = torch.where(uniform() < 0.4, 15, 5 + (uniform() * 10).long())
-    copied = torch.where(length == 15, 15 + (uniform() ** 2 * 285).long(), length)
+    length = torch.where(uniform() < 0.4, high, low + (uniform() * (high - low)).long())
+    copied = torch.where(length == high, high + (uniform() ** 2 * (cap + 29)).long(), length)
     agreement = (uniform() < 0.6).long()
     chance = estimator(length, agreement, copied)
     hits = torch.rand(count, estimator.width, generator=generator) < chance
@@ -76,18 +77,23 @@ def test_each_rung_of_the_ladder_fits_its_own_terms() -> None:
 
 
 def _penalised_loss(
-    steps: GradedSteps, leaves: dict[str, torch.Tensor], ridge: float, intercept_ridge: float
+    steps: GradedSteps,
+    leaves: dict[str, torch.Tensor],
+    ridge: float,
+    intercept_ridge: float,
+    limits: tuple[int, int, int],
 ) -> torch.Tensor:
     """The objective from its definition, step by step and position by position, in terms of beta [1 or 15] and of w,
-    l, kappa [1 or 2: first and rest, or one for both] and delta [1]; absent terms are 0."""
+    l, kappa [1 or 2: first and rest, or one for both] and delta [1]; absent terms are 0. limits: as in LIMITS."""
+    low, high, cap = limits
 
     def per_position(name: str) -> torch.Tensor | float:
         leaf = leaves.get(name)
         return 0.0 if leaf is None else torch.cat([leaf[:1], leaf[-1:].expand(14)])
 
     n, a, m = (column[:, None].double() for column in steps[:3])
-    long_copy = per_position("l") + per_position("kappa") * (m.clamp(15, 256) / 15).log()
-    logits = leaves["beta"] + per_position("w") * (n - 5) + leaves.get("delta", 0.0) * a + (n == 15) * long_copy
+    long_copy = per_position("l") + per_position("kappa") * (m.clamp(high, cap) / high).log()
+    logits = leaves["beta"] + per_position("w") * (n - low) + leaves.get("delta", 0.0) * a + (n == high) * long_copy
     logits = logits.expand(-1, 15)
     position = torch.arange(15)
     graded, accepted = position < steps.graded[:, None], position < steps.accepted[:, None]
@@ -98,12 +104,27 @@ def _penalised_loss(
     return loss + sum(penalty.values())
 
 
-@given(st.integers(0, 10_000), st.sampled_from(sorted(LEVELS)), st.sampled_from([0.0, 0.5, 30.0]))
+# min_match, max_match and copy_cap: the paper's, and others.
+LIMITS = ((5, 15, 256), (2, 6, 40))
+
+
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from(sorted(LEVELS)),
+    st.sampled_from([0.0, 0.5, 30.0]),
+    st.sampled_from(LIMITS),
+)
+@example(seed=0, level=6, ridge=0.5, limits=LIMITS[1])
 @settings(max_examples=15)
-def test_the_fit_is_the_minimum_of_the_penalised_loss(seed: int, level: int, ridge: float) -> None:
+def test_the_fit_is_the_minimum_of_the_penalised_loss(
+    seed: int, level: int, ridge: float, limits: tuple[int, int, int]
+) -> None:
     """The objective is strictly convex, so a vanishing gradient in all terms of the rung is the whole proof."""
-    steps = simulated(AcceptanceEstimator.preset("qwen3-8b"), 400, seed)
-    c = AcceptanceEstimator.fit(steps, level=level, ridge=ridge, intercept_ridge=1e-3).coefficients
+    options: dict[str, Any] = dict(zip(("min_match", "max_match", "copy_cap"), limits, strict=True))
+    truth = AcceptanceEstimator(AcceptanceEstimator.preset("qwen3-8b").coefficients, **options)
+    steps = simulated(truth, 400, seed)
+    fitted = AcceptanceEstimator.fit(steps, level=level, ridge=ridge, intercept_ridge=1e-3, **options)
+    c = fitted.coefficients
     terms: dict[str, tuple[float, ...]] = {"beta": c.beta[:1] if level == 1 else c.beta}
     for name, rungs in (("w", (3, 6)), ("l", (6,)), ("kappa", (4, 5, 6))):
         if level in rungs:
@@ -112,7 +133,7 @@ def test_the_fit_is_the_minimum_of_the_penalised_loss(seed: int, level: int, rid
     if level in (5, 6):
         terms["delta"] = (c.delta,)
     leaves = {name: torch.tensor(values, dtype=torch.float64, requires_grad=True) for name, values in terms.items()}
-    _penalised_loss(steps, leaves, ridge, 1e-3).backward()
+    _penalised_loss(steps, leaves, ridge, 1e-3, limits).backward()
     for name, leaf in leaves.items():
         assert leaf.grad is not None
         assert float(leaf.grad.abs().max()) < 1e-5, f"{name}: {leaf.grad}"
@@ -225,6 +246,25 @@ def test_calibration_error_by_hand() -> None:
     assert expected_calibration_error(probability, outcome, bins=2) == pytest.approx((0.7 + 0.1) / 4)
     assert expected_calibration_error(probability, outcome.bool(), bins=1) == pytest.approx(abs(2.2 - 3) / 4)
     assert expected_calibration_error(torch.tensor([1.0, 0.0]), torch.tensor([1, 0])) == 0.0
+    # Bin 0 of 10: mean prediction 0.05, outcome 0 of 2. Bin 9: mean prediction 0.95, outcome 1 of 2.
+    probability, outcome = torch.tensor([0.04, 0.06, 0.94, 0.96]), torch.tensor([0, 0, 0, 1])
+    assert expected_calibration_error(probability, outcome, bins=10) == pytest.approx(0.5 * 0.05 + 0.5 * 0.45)
+
+
+def test_a_bin_holds_its_lower_end() -> None:
+    probability, outcome = torch.tensor([0.5, 0.75]), torch.tensor([0, 1])
+    assert expected_calibration_error(probability, outcome, bins=2) == 0.125
+    assert expected_calibration_error(torch.tensor([0.25, 0.5]), outcome, bins=2) == (0.25 + 0.5) / 2
+
+
+def test_newton_is_pulled_towards_the_prior() -> None:
+    """Without data the prior is the answer; with one column of ones the gradient vanishes where it has to."""
+    prior, penalty = torch.tensor([-0.5], dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)
+    ones = torch.ones(4, 1, dtype=torch.float64)
+    graded, accepted = torch.tensor([[1, 1, 2, 0], [1, 0, 2, 0]], dtype=torch.float64)
+    assert torch.equal(newton(ones, 0 * graded, 0 * accepted, penalty, prior), prior)
+    theta = newton(ones, graded, accepted, penalty, prior)
+    assert float(4 * theta.sigmoid() - 3 + 2.0 * (theta + 0.5)) == pytest.approx(0.0, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -240,3 +280,14 @@ def test_calibration_error_by_hand() -> None:
 def test_measures_check_their_arguments(probability: Any, outcome: Any, bins: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         expected_calibration_error(probability, outcome, bins=bins)
+
+
+@pytest.mark.parametrize("count", [1, 750, 10**6])
+@pytest.mark.parametrize("penalty", [1e-6, 1e-3])
+def test_newton_ends_where_all_is_accepted(count: int, penalty: float) -> None:
+    """The minimum is then far out, where the objective is the small difference of large sums."""
+    columns, graded = torch.ones(1, 1, dtype=torch.float64), torch.tensor([count], dtype=torch.float64)
+    ridge = torch.tensor([penalty], dtype=torch.float64)
+    theta = newton(columns, graded, graded, ridge)
+    gradient = count * float((-theta).sigmoid()) - penalty * float(theta)
+    assert abs(gradient) <= 1e-6 * penalty * float(theta)

@@ -20,6 +20,7 @@ from hspark.core import (
     Chain,
 )
 from hspark.policy import chain_value, choose_chain, is_prefix, policy, policy_names
+from hspark.policy.merging import slots
 from tests.assertions import assert_equal_trees, assert_one_graph, assert_valid_chain
 from tests.policy.reference import reference, rows_of
 from tests.strategies import chain_of, chain_pairs, chains, prices
@@ -32,13 +33,24 @@ def _row(chain: Chain, b: int) -> Chain:
     return chain._replace(**{name: field[b : b + 1] for name, field in chain._asdict().items() if field is not None})
 
 
+def _littered(chain: Chain, seed: int) -> Chain:
+    """The same chain with other values where a chain's entries have no meaning."""
+    generator = torch.Generator().manual_seed(seed)
+    inside = slots(chain) < chain.length[:, None]
+    tokens = torch.randint(0, 3, chain.tokens.shape, generator=generator)
+    acceptance = torch.rand(chain.tokens.shape, generator=generator)
+    return chain._replace(
+        tokens=torch.where(inside, chain.tokens, tokens), acceptance=torch.where(inside, chain.acceptance, acceptance)
+    )
+
+
 @pytest.mark.parametrize("name", policy_names())
 @given(pair=chain_pairs(), price=prices(), sampled=st.booleans(), data=st.data())
 @settings(max_examples=60)
 def test_equals_the_reference_row_by_row(
     name: str, pair: Pair, price: float, sampled: bool, data: st.DataObject
 ) -> None:
-    model, free = pair
+    model, free = (_littered(chain, data.draw(st.integers(0, 99))) for chain in pair)
     if sampled:
         laws = torch.zeros(*model.tokens.shape, 3).log_softmax(-1)
         model = model._replace(point_mass=torch.zeros_like(model.point_mass), log_probs=laws)
@@ -66,6 +78,42 @@ def test_sampled_slots_keep_their_draft_law(name: str, pair: Pair, price: float)
         assert torch.equal(chosen.log_probs[:, : model.width][inside], model.log_probs[inside])
     unsampled = policy(name)(model._replace(point_mass=torch.ones_like(model.point_mass), log_probs=None), free, price)
     assert unsampled.log_probs is None
+
+
+@pytest.mark.parametrize("model_sampled", [False, True])
+def test_a_sampled_model_free_chain_keeps_its_law_too(model_sampled: bool) -> None:
+    """d wins the first row by value, g the second, and g goes on from d in the third."""
+    laws = torch.randn(2, 3, 3, 5, generator=torch.Generator().manual_seed(0)).log_softmax(dim=-1)
+    d = [([1, 2], [0.75, 0.75]), ([1, 2], [0.25, 0.25]), ([1, 2], [0.5, 0.5])]
+    g = [([3, 3, 3], [0.25] * 3), ([3, 3, 3], [0.75] * 3), ([1, 2, 3], [0.5] * 3)]
+    model = chain_of(d, 3, SOURCE_MODEL, laws[0] if model_sampled else None)
+    free = chain_of(g, 3, SOURCE_FREE, laws[1])
+    for name in ("proposed", "extension"):
+        chosen = policy(name)(model, free, 0.0)
+        assert chosen.log_probs is not None
+        from_free = chosen.source == SOURCE_FREE
+        sampled = slots(chosen) < chosen.length[:, None]
+        sampled = sampled & (from_free | model_sampled)
+        assert torch.equal(~chosen.point_mass & (slots(chosen) < chosen.length[:, None]), sampled)
+        assert torch.equal(chosen.log_probs[sampled & from_free], laws[1][sampled & from_free])
+        assert torch.equal(chosen.log_probs[sampled & ~from_free], laws[0][sampled & ~from_free])
+        assert bool((sampled & from_free).any())
+        assert bool((sampled & ~from_free).any()) is model_sampled
+
+
+def test_a_slot_of_unknown_survival_is_worth_nothing() -> None:
+    nan = float("nan")
+    assert chain_value(torch.tensor([[0.75, nan, nan], [nan, nan, nan]]), 0.25).tolist() == [0.5, 0.0]
+    broken = chain_of([([1, 2], [nan, nan])], 2, SOURCE_MODEL)
+    match = chain_of([([3, 4], [0.5, 0.5])], 2, SOURCE_FREE)
+    for name in ("proposed", "expected_length", "no_contains"):
+        assert rows_of(policy(name)(broken, match, 0.125))[0].tokens == [3, 4]
+    good = chain_of([([1, 2], [0.5, 0.5])], 2, SOURCE_MODEL)
+    unknown = chain_of([([3, 4], [nan, nan])], 2, SOURCE_FREE)
+    for name in ("proposed", "expected_length", "no_contains", "threshold"):
+        assert rows_of(policy(name)(good, unknown, 0.125))[0].tokens == [1, 2]
+    contained = policy("proposed")(broken, chain_of([([1, 2, 3], [0.5] * 3)], 3, SOURCE_FREE), 0.125)
+    assert contained.survival.tolist() == [[0.5, 0.25, 0.125]]
 
 
 @given(pair=chain_pairs(max_batch=4), price=prices())
