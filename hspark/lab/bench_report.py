@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hspark.core import DrafterMetrics, RequestMetrics
+from hspark.lab.intervals import stretch
 from hspark.lab.runs import BatchRuns, BenchPrompt, Difference, GroupRun
 
 RESAMPLES = 4000
@@ -16,7 +17,7 @@ RESAMPLES = 4000
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of two arms' speeds and its bootstrap 95 % interval over groups; no interval from fewer than two."""
+    """A ratio of two arms' speeds and its 95 % interval over groups; no interval from fewer than two."""
 
     value: float
     low: float | None = None
@@ -175,8 +176,9 @@ def speed_ratio(
 ) -> Ratio:
     """Tokens per second of `arm` over those of `baseline`, [repeat][group] each, of all groups or the given ones.
 
-    The interval resamples groups, the same ones for both arms, with all repeats of a group together: it says how much
-    the ratio depends on which prompts were drawn, and includes the noise of the machine from group to group.
+    The interval resamples groups, the same ones for both arms, with all repeats of a group together, and is widened for
+    few groups (`stretch`): it says how much the ratio depends on which prompts were drawn, and includes the noise of
+    the machine from group to group.
     """
     columns = slice(2, 4) if decode else slice(0, 2)
     # [arm or baseline, groups, tokens or seconds]
@@ -188,7 +190,8 @@ def speed_ratio(
     if count < 2:
         return Ratio(value)
     drawn = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
-    low, high = np.quantile(_ratio(sums[:, drawn].sum(axis=2)), [0.025, 0.975])
+    ends = np.quantile(_ratio(sums[:, drawn].sum(axis=2)), [0.025, 0.975])
+    low, high = (value * (end / value) ** stretch(count) if value else end for end in ends)  # ratios multiply
     return Ratio(value, float(low), float(high))
 
 

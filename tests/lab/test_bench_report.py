@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,7 +40,10 @@ def test_ratio_is_of_sums_over_all_repeats() -> None:
     assert ratio.value == pytest.approx((80 / 4) / (80 / 16))
     assert speed_ratio(arm, vanilla, groups=[0]).value == pytest.approx(2.0)
     assert speed_ratio(arm, vanilla, groups=[1]).value == pytest.approx(6.0)
-    assert (ratio.low, ratio.high) == (pytest.approx(2.0), pytest.approx(6.0))
+    assert ratio.low is not None
+    assert ratio.high is not None
+    assert ratio.low < 2.0, "two groups say next to nothing"
+    assert ratio.high > 6.0
 
 
 def test_prompt_time_is_left_out_of_decode_speed() -> None:
@@ -62,8 +66,23 @@ def test_noise_that_hits_both_arms_of_a_group_moves_nothing(speeds: list[float],
     varied = speed_ratio([[run(10, load / each) for load, each in zip(noise, speeds, strict=False)]], vanilla)
     assert varied.low is not None
     assert varied.high is not None
-    assert min(speeds) - 1e-9 <= varied.low <= varied.high <= max(speeds) + 1e-9
+    assert varied.low - 1e-9 <= varied.value <= varied.high + 1e-9
     assert min(speeds) - 1e-9 <= varied.value <= max(speeds) + 1e-9
+
+
+@pytest.mark.parametrize("groups", [2, 3, 8, 20])
+def test_intervals_hold_the_truth_as_often_as_they_say(groups: int) -> None:
+    """Speed-ups with a spread of 0.3 around 2: of 95 % intervals, at least nine in ten hold it. False alarms: below
+    1e-3 if 95 % do. Without the widening of few groups, 44 % would from 2, and 70 % from 3."""
+    random = np.random.default_rng(groups)
+    held = 0
+    for _ in range(200):
+        speeds = 2.0 * np.exp(random.normal(0.0, 0.3, groups))
+        arm, vanilla = [[run(10, 1 / each) for each in speeds]], [[run(10, 1.0)] * groups]
+        ratio = speed_ratio(arm, vanilla)
+        truth = 1 / (0.5 * np.exp(0.3**2 / 2))  # of the sums of seconds, in the limit of many groups
+        held += ratio.low <= truth <= ratio.high  # type: ignore[operator]
+    assert held >= 178, held
 
 
 def test_groups_without_tokens_or_time_do_not_break_a_ratio() -> None:

@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from hspark.lab.intervals import student_point
 
-# 97.5% points of Student's t by degrees of freedom; beyond these the normal distribution's is near enough.
-_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228,
-      12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042}  # fmt: skip
-_NORMAL = 1.960
+Array = NDArray[Any]
 
 
 class Interval(NamedTuple):
@@ -83,7 +80,5 @@ def mean_interval(values: Sequence[float]) -> Interval:
     count = len(data)
     if count < 2:
         return Interval(float(data.mean()))
-    known = max((freedom for freedom in _T if freedom <= count - 1), default=1)
-    factor = _NORMAL if count - 1 > max(_T) else _T[known]
-    half = factor * float(data.std(ddof=1)) / count**0.5
+    half = student_point(count - 1) * float(data.std(ddof=1)) / count**0.5
     return Interval(float(data.mean()), float(data.mean()) - half, float(data.mean()) + half)
