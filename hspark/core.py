@@ -144,7 +144,8 @@ class RequestMetrics:
 
     steps:   target forwards that this request took part in after its prompt was processed.
     tokens:  output tokens delivered.
-    seconds: wall time from admission to the end; `prefill_seconds` is the part spent on the prompt.
+    seconds: wall time from admission to the end; `prefill_seconds` is the part in which the host was busy with the
+             prompt, which on an accelerator is less than the device takes for it (`hspark bench` waits for that).
     drafters: by source name ("ngram", "dspark").
     reasons: how often each kept chain was kept for which reason, by "source:reason".
     """

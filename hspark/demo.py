@@ -63,14 +63,14 @@ class Screen(Observer):
         self.arm, self.tokenizer, self.colour = arm, tokenizer, colour
         self.samples = {sample.task_id: sample for sample in samples}
         self.done: list[str] = []
-        self._task = ""
+        self._task, self._place = "", 0
 
     def begin(self, arm: str, batch_size: int, prompts: Sequence[BenchPrompt]) -> None:
         if prompts[0].task_id != self._task:
             self._task = prompts[0].task_id
-            place = list(self.samples).index(self._task) + 1
+            self._place += 1
             request = self.samples[self._task].messages[-1]["content"].splitlines()[0]
-            print(f"\n[{place}/{len(self.samples)}] {self._task}\n{request}\n", flush=True)
+            print(f"\n[{self._place}/{len(self.samples)}] {self._task}\n{request}\n", flush=True)
         self._painter = Painter(sys.stdout, self.tokenizer, self.colour)
         self._tokens = self._characters = 0
 

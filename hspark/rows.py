@@ -45,7 +45,9 @@ def write_request(
     Returns the rows: the same tensors, with a table of biases [R, V] from the first request on that asks for one.
     """
     device = rows.tokens.device
-    rows.tokens[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    # A copy from pageable memory would wait until the device has done all that is enqueued.
+    tokens = torch.tensor(prompt, pin_memory=device.type == "cuda")
+    rows.tokens[row, : len(prompt)] = tokens.to(device, non_blocking=True)
     rows.length[row] = len(prompt)
     rows.prompt_length[row] = len(prompt)
     rows.limit[row] = min(len(prompt) + params.max_new_tokens, rows.tokens.shape[1] - 1)
