@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 import hspark
-from hspark.options import Parser
 
 _EXAMPLE = """
 examples:
@@ -74,6 +73,8 @@ COMMANDS: dict[str, tuple[Command, str]] = {
 
 
 def _parser() -> argparse.ArgumentParser:
+    from hspark.options import Parser
+
     width = max(map(len, COMMANDS))
     lines = [f"  {name.ljust(width)}  {about}" for name, (_, about) in COMMANDS.items()]
     parser = Parser(
@@ -88,7 +89,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status. Mistakes are one line on standard error and status 2."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    return run(_dispatch, sys.argv[1:] if argv is None else list(argv))
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    # torch is imported from here on, which takes seconds: an interrupt in them is one like any other.
     if not argv or argv[0].startswith("-"):
         parser = _parser()
         parser.parse_args(argv)
@@ -96,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if argv[0] not in COMMANDS:
         _parser().error(f"command={argv[0]!r} is unknown; use one of {', '.join(COMMANDS)}")
-    return run(COMMANDS[argv[0]][0], argv[1:])
+    return COMMANDS[argv[0]][0](argv[1:])
 
 
 def run(command: Command, argv: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from hspark.lab.observer import Observer
 from hspark.lab.runs import BenchPrompt, GroupRun
 from hspark.lab.workloads import Sample
 from hspark.models import load_target
-from hspark.options import Parser, add_target_options, none_or, set_threads
+from hspark.options import Parser, add_target_options, parse_drafter, set_threads
 from hspark.request import Request
 from hspark.terminal import Painter, dim, legend, wants_colour
 
@@ -113,8 +113,10 @@ def render(report: BenchReport, why: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `hspark demo`; argv without the program's name. Returns the exit status; raises ValueError."""
     options = _parser().parse_args(argv)
+    if options.limit < 1:
+        raise ValueError(f"limit={options.limit} is out of range; use an integer of at least 1")
     set_threads(options.threads)
-    drafter = known_drafter(options.model) if options.drafter == "auto" else none_or(options.drafter)
+    drafter = known_drafter(options.model) if options.drafter == "auto" else parse_drafter(options.drafter)
     arms = default_arms(drafter)
     settings = BenchSettings(arms=arms, max_new_tokens=options.max_new_tokens, drafter=drafter)
     samples = builtin_workload(options.limit, options.seed)

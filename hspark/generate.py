@@ -21,6 +21,7 @@ from hspark.options import (
     parse_budget,
     set_threads,
 )
+from hspark.policy import policy_names
 from hspark.speculator import HybridSpeculator, Prompt
 from hspark.terminal import Painter, legend, wants_colour
 
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "--policy",
         metavar="NAME",
         default="proposed",
-        help="which chain is verified (default: proposed)",
+        help=f"which chain is verified: {', '.join(policy_names())} (default: proposed)",
     )
     add("--budget", default="adaptive", help="draft slots per step: adaptive, all or a number (default: adaptive)")
     add("--lookup", choices=["ngram", "none"], default="ngram", help="the model-free drafter (default: ngram)")
@@ -115,10 +116,10 @@ def _bias(text: str) -> tuple[int, float]:
 
 def read_prompt(options: argparse.Namespace) -> str:
     """The prompt's text, from the argument, a file or standard input."""
-    if options.prompt not in (None, "-") and options.file is not None:
-        raise ValueError("prompt and file are both given; use one of them")
+    if options.prompt is not None and options.file is not None:
+        raise ValueError(f"prompt={options.prompt!r} and file={options.file!r} are both given; use one of them")
     if options.file is not None:
-        text, origin = Path(options.file).read_text(encoding="utf-8"), f"file={options.file!r}"
+        text, origin = _read_text("file", options.file), f"file={options.file!r}"
     elif options.prompt not in (None, "-"):
         text, origin = options.prompt, "prompt"
     elif options.prompt is None and sys.stdin.isatty():
@@ -130,6 +131,15 @@ def read_prompt(options: argparse.Namespace) -> str:
     return text
 
 
+def _read_text(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{name}={path!r} cannot be read ({error.strerror}); use a text file") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}={path!r} is not UTF-8 ({error.reason}, byte {error.start}); use such text") from error
+
+
 def read_messages(options: argparse.Namespace) -> list[dict[str, str]]:
     """The chat messages that the options ask for; with --raw only the last one's text counts."""
     if options.raw and (options.system is not None or options.edit is not None):
@@ -138,7 +148,7 @@ def read_messages(options: argparse.Namespace) -> list[dict[str, str]]:
     messages = [] if options.system is None else [{"role": "system", "content": options.system}]
     if options.edit is None:
         return [*messages, {"role": "user", "content": text}]
-    program = Path(options.edit).read_text(encoding="utf-8")
+    program = _read_text("edit", options.edit)
     if not program.strip():
         raise ValueError(f"edit={options.edit!r} is an empty file; use a program")
     return messages + edit_messages(text, program)
@@ -188,7 +198,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompt = apply_template(messages, speculator, options)
     if options.json:
         output = speculator.generate([prompt], params, progress=sys.stderr.isatty())[0]
-        print(json.dumps(output.to_dict()))
+        print(json.dumps(output.to_dict()), flush=True)
+        if options.stats:
+            print(summary(output, speculator, colour=False), file=sys.stderr)
     else:
         output = show(speculator, prompt, params, options)
     if output.error is not None:

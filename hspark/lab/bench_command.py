@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hspark.cli import INTERRUPTED
 from hspark.drafters.known import known_drafter
 from hspark.lab.arms import parse_arm
 from hspark.lab.bench import encode_samples, run_bench
@@ -18,7 +19,14 @@ from hspark.lab.builtin_workload import builtin_workload
 from hspark.lab.observer import ProgressBar
 from hspark.lab.workloads import Sample, load_workload
 from hspark.models import load_target
-from hspark.options import Parser, add_drafting_options, add_target_options, drafting_settings, set_threads
+from hspark.options import (
+    Parser,
+    add_drafting_options,
+    add_target_options,
+    check_output_file,
+    drafting_settings,
+    set_threads,
+)
 
 _BUILTIN_SIZE = 24
 _EXAMPLE = """
@@ -30,7 +38,7 @@ Arms are policies (vanilla, ngram_only, model_only, proposed, ...), policies wit
 and transformers' own generate, plain (transformers) or with 10 tokens of prompt lookup (transformers-lookup).
 Each line of a workload file is a JSON object with instruction and input (an edit), turns (a conversation; its first
 turn is asked) or prompt. Without a file: edits of functions of Python's standard library, and questions.
-Ctrl-C ends a benchmark early: what every arm has run by then is reported.
+Ctrl-C ends a benchmark early: what every arm has run by then is reported, with exit status 130.
 
 `hspark bench peers` sets hspark beside transformers and llama.cpp, `hspark bench scale` shows how the parts of a step
 grow, and `hspark bench overhead` what share of a step they take; each has --help. (A file of such a name: ./peers.)
@@ -73,17 +81,19 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="PATH", help="also write the report as JSON to this file")
 
 
-def check_writable(name: str, path: str | None) -> None:
-    if path and not Path(path).resolve().parent.is_dir():
-        raise ValueError(f"{name}={path!r} lies in no existing directory; use a path that can be written")
-
-
 def show(record: dict[str, Any], text: str, options: argparse.Namespace) -> None:
-    """Prints and writes a report as `add_report_options` asks for it."""
+    """Prints and writes a report as `add_report_options` asks for it; what fails of the two costs not the other."""
     line = json.dumps(record)
-    if options.output:
-        Path(options.output).write_text(line + "\n")
-    print(line if options.json else text)
+    try:
+        print(line if options.json else text, flush=True)
+    finally:
+        if options.output:
+            Path(options.output).write_text(line + "\n", encoding="utf-8")
+
+
+def exit_status(header: Mapping[str, Any]) -> int:
+    """Of a command whose report has this header: 0, or that of an interrupt where one cut the benchmark short."""
+    return INTERRUPTED if any(note.startswith("interrupted: ") for note in header["notes"]) else 0
 
 
 def _peers(argv: Sequence[str]) -> int:
@@ -114,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return SUBCOMMANDS[argv[0]](argv[1:])
     options = _parser().parse_args(argv)
     set_threads(options.threads)
-    check_writable("output", options.output)
+    check_output_file("output", options.output)
     settings = _settings(options)
     check_baseline(options.baseline, settings)
     samples, name = load_samples(options)
@@ -127,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             target, prompts, settings, workload=name, drafter=drafter, observer=bar, baseline=options.baseline
         )
     show(report.to_dict(), render(report), options)
-    return 0
+    return exit_status(report.header)
 
 
 def _settings(options: argparse.Namespace) -> BenchSettings:
@@ -167,6 +177,8 @@ def default_arms(drafter: str | None) -> tuple[str, ...]:
 
 
 def load_samples(options: argparse.Namespace) -> tuple[list[Sample], str]:
+    if options.limit is not None and options.limit < 1:
+        raise ValueError(f"limit={options.limit} is out of range; use an integer of at least 1")
     if options.workload is None:
         return builtin_workload(_BUILTIN_SIZE if options.limit is None else options.limit, options.seed), "built-in"
     return load_workload(options.workload, options.limit), Path(options.workload).name

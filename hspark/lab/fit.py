@@ -16,6 +16,7 @@ from hspark.drafters.ngram import NgramDrafter
 from hspark.lab.outputs import RecordedOutput, load_tokenize, read_outputs, split_by_prompt
 from hspark.lab.replay import VISITS, NgramReplay, replay_ngram
 from hspark.models import resolve_device
+from hspark.options import Parser, check_output_file
 from hspark.policy.estimator import AcceptanceEstimator
 from hspark.policy.fitting import LEVELS, GradedSteps, calibration_error, log_loss_per_step
 from hspark.sampling import GREEDY_TEMPERATURE
@@ -179,14 +180,13 @@ def reliability(estimator: AcceptanceEstimator, steps: GradedSteps, bins: int = 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hspark fit",
         description="Fit the n-gram acceptance estimator to a target's recorded outputs.",
         epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("outputs", help="JSON-lines file of recorded outputs, plain or .gz")
+    add("outputs", metavar="FILE", help="JSON-lines file of recorded outputs, plain or .gz")
     add("--tokenizer", metavar="NAME", help="whose tokenizer and chat template turn prompts into ids, where needed")
     add("--target", metavar="NAME", default="", help="name of the target, kept with the coefficients")
     add("--save", metavar="PATH", help="write the estimator here; any estimator option takes the path")
@@ -207,27 +207,30 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `hspark fit`; argv without the program's name. Returns the exit status; mistakes exit with 2."""
-    parser = _parser()
-    options = parser.parse_args(argv)
-    try:
-        outputs, passed_over = _load(options)
-        report = _run(options, outputs)
-        if options.save:
-            report.estimator.save(options.save)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    """Entry of `hspark fit`; argv without the program's name. Returns the exit status; raises ValueError."""
+    options = _parser().parse_args(argv)
+    outputs, passed_over = _load(options)
+    report = _run(options, outputs)
+    # The file comes last: if it cannot be written after all, the coefficients have been printed.
     if options.json:
         print(json.dumps(report.to_dict() | {"sampled_outputs_left_out": passed_over, "saved": options.save}))
     else:
-        _print(report, passed_over, options.save)
+        _print(report, passed_over)
+    if options.save:
+        report.estimator.save(options.save)
+        if not options.json:
+            print(f"\nsaved to {options.save}; use it with estimator={options.save!r}")
     return 0
 
 
 def _load(options: argparse.Namespace) -> tuple[list[RecordedOutput], int]:
     """The outputs to use, and how many sampled ones were left out."""
-    if options.save and not Path(options.save).resolve().parent.is_dir():
-        raise ValueError(f"save={options.save!r} lies in no existing directory; use a path that can be written")
+    if not Path(options.outputs).is_file():
+        raise ValueError(f"outputs={options.outputs!r} is not a file; use recorded outputs (JSON lines, plain or .gz)")
+    resolve_device(options.device)
+    _drafter(options)
+    split_by_prompt([], options.holdout)
+    check_output_file("save", options.save)
     outputs = read_outputs(options.outputs, load_tokenize(options.tokenizer) if options.tokenizer else None)
     if options.all_temperatures:
         return outputs, 0
@@ -240,20 +243,23 @@ def _load(options: argparse.Namespace) -> tuple[list[RecordedOutput], int]:
     return greedy, len(outputs) - len(greedy)
 
 
-def _run(options: argparse.Namespace, outputs: list[RecordedOutput]) -> FitReport:
-    drafter = NgramDrafter(
+def _drafter(options: argparse.Namespace) -> NgramDrafter:
+    return NgramDrafter(
         length=options.length,
         min_match=options.min_match,
         max_match=options.max_match,
         copy_cap=options.copy_cap,
         periodic=not options.no_periodic,
     )
+
+
+def _run(options: argparse.Namespace, outputs: list[RecordedOutput]) -> FitReport:
     provenance = {"source": "hspark fit", "target": options.target, "data": Path(options.outputs).name}
     total = sum(len(output.output_token_ids) for output in outputs)
     with tqdm(total=total, desc="replay", unit="tok", unit_scale=True, disable=None) as bar:
         return fit_outputs(
             outputs,
-            drafter,
+            _drafter(options),
             level=options.level,
             visit=options.visit,
             holdout=options.holdout,
@@ -265,7 +271,7 @@ def _run(options: argparse.Namespace, outputs: list[RecordedOutput]) -> FitRepor
         )
 
 
-def _print(report: FitReport, passed_over: int, saved: str | None) -> None:
+def _print(report: FitReport, passed_over: int) -> None:
     if passed_over:
         print(f"left out {passed_over} outputs sampled above temperature 0 (--all-temperatures uses them)")
     for title, counts in (("fitted on", report.fitted), ("held out", report.held_out)):
@@ -284,5 +290,3 @@ def _print(report: FitReport, passed_over: int, saved: str | None) -> None:
     for name, value in asdict(report.estimator.coefficients).items():
         numbers = value if isinstance(value, tuple) else (value,)
         print(f"  {name:12}{' '.join(f'{number:.3f}' for number in numbers)}")
-    if saved:
-        print(f"\nsaved to {saved}; use it with estimator={saved!r}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,18 @@ from hspark.lab.lab_options import (
     check_file,
     make_lab,
     record_settings,
+    study_options,
     study_words,
 )
 from hspark.lab.lab_record import record_file
 from hspark.lab.lab_text import render_study
-from hspark.lab.report import DEFAULT_TITLE, write_report
-from hspark.lab.studies import STUDIES, LeftOutError, run_study
-from hspark.lab.study import Study, load_studies, plain, save_study
+from hspark.lab.report import DEFAULT_TITLE, MADE_FROM, check_page, write_report
+from hspark.lab.studies import STUDIES, LeftOutError, StudyOptions, run_study
+from hspark.lab.study import Study, load_studies, save_study
 from hspark.lab.table import RecordTable
-from hspark.options import Parser, set_threads
+from hspark.options import Parser, check_output_directory, check_output_file, set_threads
 
+# Where earlier versions kept what is now in each study's MADE_FROM.
 _ABOUT = "about.json"
 _EXAMPLE = """
 examples:
@@ -78,9 +82,15 @@ def _record(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     set_threads(options.threads)
     check_file("file", options.file)
-    table = record_file(options.file, options.out, record_settings(options))
+    settings = record_settings(options)
+    check_output_directory("out", options.out)
+    table = record_file(options.file, options.out, settings, _note)
     print(json.dumps(_counts(table) | {"table": options.out}) if options.json else _recorded(table, options.out))
     return 0
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _counts(table: RecordTable) -> dict[str, Any]:
@@ -121,8 +131,10 @@ def _study(argv: Sequence[str]) -> int:
     set_threads(options.threads)
     if options.name != "all" and options.name not in STUDIES:
         raise ValueError(f"study={options.name!r} is unknown; use all, or one of {', '.join(STUDIES)}")
+    given = study_options(options)
+    check_output_directory("out", options.out)
     table = RecordTable.load(options.table)
-    studies, left_out = run_studies(table, options, options.out)
+    studies, left_out = run_studies(table, given, options, options.out)
     if options.json:
         print(json.dumps({"studies": [study.to_dict() for study in studies], "left_out": left_out}))
         return 0
@@ -134,12 +146,15 @@ def _study(argv: Sequence[str]) -> int:
     return 0
 
 
-def run_studies(table: RecordTable, options: argparse.Namespace, out: str | None) -> tuple[list[Study], dict[str, str]]:
+def run_studies(
+    table: RecordTable, given: StudyOptions, options: argparse.Namespace, out: str | None
+) -> tuple[list[Study], dict[str, str]]:
     """The studies that are asked for, saved as they are made, and why others are left out of "all".
 
     A study asked for by its own name that cannot be made raises its ValueError.
     """
-    lab = make_lab(table, options)
+    lab = make_lab(table, given, options.tokenizer)
+    made_from = _made_from(table, options)
     studies, left_out = [], {}
     for name in STUDIES if options.name == "all" else [options.name]:
         command = shlex.join(["hspark", "lab", "study", name, "--table", options.table, *study_words(options)])
@@ -150,16 +165,14 @@ def run_studies(table: RecordTable, options: argparse.Namespace, out: str | None
                 raise
             left_out[name] = str(error)
             continue
-        studies.append(study)
+        studies.append(replace(study, data=study.data | {MADE_FROM: made_from}))
         if out:
-            save_study(study, out)
-    if out and studies:
-        (Path(out) / _ABOUT).write_text(json.dumps(plain(_about(table)), indent=1) + "\n", encoding="utf-8")
+            save_study(studies[-1], out)
     return studies, left_out
 
 
-def _about(table: RecordTable) -> dict[str, Any]:
-    """The head of a report: what was studied, and with which versions. Paths stay out of it."""
+def _made_from(table: RecordTable, options: argparse.Namespace) -> dict[str, Any]:
+    """What a study was made from: the table, the settings, and the versions. Paths stay out of it."""
     import torch
 
     from hspark.lab.machine import machine_facts
@@ -169,10 +182,13 @@ def _about(table: RecordTable) -> dict[str, Any]:
     temperatures = sorted({float(t) for t in table.temperature if t == t})
     return {
         "target": Path(str(table.info.get("target") or "unknown")).name,
-        "model drafter": "none" if not drafter else f"{Path(drafter['path']).name or 'DSpark'} ({drafter['drafting']})",
+        "model drafter": "none" if not drafter else f"{drafter.get('name') or 'DSpark'} ({drafter['drafting']})",
+        "dtype": table.info.get("dtype") or "not recorded",
         "outputs": table.outputs,
         "positions": table.positions,
         "temperature": ", ".join(f"{t:g}" for t in temperatures) or "not recorded",
+        "simulations": f"batches of {options.batch_sizes}, {options.row_steps} steps, {options.orders} orders, "
+        f"sizing delay {options.sizing_delay}, {options.resamples} bootstrap draws",
         "processor": facts["processor"],
         "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
     }
@@ -197,21 +213,24 @@ def _report(argv: Sequence[str]) -> int:
     parser.add_argument("--title", default=DEFAULT_TITLE, help=f"heading (default: {DEFAULT_TITLE})")
     parser.add_argument("--json", action="store_true", help="print where it was written as JSON")
     options = parser.parse_args(argv)
-    page = make_report(options.studies, options.out, options.title)
+    studies = load_studies(options.studies)
+    check_page("out", options.out)
+    check_output_file("out", options.out)
+    page = write_report(studies, options.out, title=options.title, about=_former_head(options.studies, studies))
     record = {"page": str(page), "data": str(page.with_suffix(".json"))}
     print(json.dumps(record) if options.json else f"wrote {page} and {page.with_suffix('.json')}")
     return 0
 
 
-def make_report(directory: str | Path, path: str | Path, title: str = DEFAULT_TITLE) -> Path:
-    """The page of the studies saved in a directory, with what was said about them there."""
+def _former_head(directory: str, studies: Sequence[Study]) -> Mapping[str, Any]:
+    """The head of a directory whose studies do not say what they were made from; nothing where any does."""
     about = Path(directory) / _ABOUT
-    studies = load_studies(directory)
+    if not about.exists() or any(MADE_FROM in study.data for study in studies):
+        return {}
     try:
-        facts = json.loads(about.read_text(encoding="utf-8")) if about.exists() else {}
+        return json.loads(about.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{about} is not JSON ({error}); run a study again, or delete it") from error
-    return write_report(studies, path, title=title, about=facts)
 
 
 # -- all -----------------------------------------------------------------------------------------------------------
@@ -234,9 +253,11 @@ def _all(argv: Sequence[str]) -> int:
     settings = record_settings(options)
     out = Path(options.out)
     options.name, options.table, options.workload = "all", str(out / "table"), options.file
-    table = record_file(options.file, options.table, settings)
-    studies, left_out = run_studies(table, options, str(out / "studies"))
-    page = make_report(out / "studies", out / "report.html")
+    given = study_options(options)
+    check_output_directory("out", options.out)
+    table = record_file(options.file, options.table, settings, _note)
+    studies, left_out = run_studies(table, given, options, str(out / "studies"))
+    page = write_report(load_studies(out / "studies"), out / "report.html")
     if options.json:
         print(
             json.dumps(_counts(table) | {"studies": [s.name for s in studies], "left_out": left_out, "page": str(page)})

@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hspark.lab.lab_record import MAX_NEW_TOKENS, RecordSettings, holds_outputs
 from hspark.lab.studies import Lab, StudyOptions
 from hspark.lab.table import RecordTable
 from hspark.lab.workloads import load_workload
-from hspark.options import add_target_options, none_or
+from hspark.options import add_target_options, parse_drafter
 from hspark.policy import AcceptanceEstimator, load_cost
+from hspark.policy.curves import whole
+
+Made = TypeVar("Made")
 
 # (option, attribute, value that is not worth repeating): the options of a study that its command line repeats.
 _STUDY_WORDS: tuple[tuple[str, str, Any], ...] = (
@@ -57,9 +61,11 @@ def add_record_options(parser: argparse.ArgumentParser) -> None:
 
 
 def record_settings(options: argparse.Namespace) -> RecordSettings:
+    if options.engine_cost != "auto":
+        _naming("engine_cost", lambda: load_cost(options.engine_cost))
     return RecordSettings(
         target=options.model,
-        drafter=none_or(options.drafter),
+        drafter=parse_drafter(options.drafter),
         drafting=options.drafting,
         dtype=options.dtype,
         device=options.device,
@@ -80,7 +86,7 @@ def add_study_options(parser: argparse.ArgumentParser) -> None:
         "--train-table", metavar="DIR", help="table of other prompts to fit the estimator on (default: folds by prompt)"
     )
     add("--sampled-table", metavar="DIR", help="table of the same target at temperature 1 (policies)")
-    add("--estimator", metavar="NAME", help="a preset, or a file that `hspark fit` saved (default: fitted here)")
+    add("--estimator", metavar="NAME", help="a file that `hspark fit` saved, or a preset (default: fitted here)")
     add("--cost", metavar="PATH", help="cost file of the simulated hardware (default: the paper's prices of a slot)")
     add("--overhead", metavar="PATH", help="report of `hspark bench overhead --output` (never_choose)")
     add("--bench", metavar="PATH", help="report of `hspark bench --output` on the same requests (against_engine)")
@@ -102,17 +108,16 @@ def study_words(options: argparse.Namespace) -> list[str]:
     return words
 
 
-def make_lab(table: RecordTable, options: argparse.Namespace) -> Lab:
-    """The table with everything that the options name. ValueError that names the option that is wrong."""
-    programs = _programs(options.workload)
-    estimator = None if options.estimator is None else AcceptanceEstimator.resolve(options.estimator, "")[0]
-    settings = StudyOptions(
+def study_options(options: argparse.Namespace) -> StudyOptions:
+    """Everything that the options name but the table. ValueError that names the option that is wrong."""
+    for name, low in (("sizing_delay", 0), ("row_steps", 1), ("orders", 1), ("resamples", 0)):
+        whole(name, getattr(options, name), low)
+    return StudyOptions(
         train=_table("train_table", options.train_table),
         sampled=_table("sampled_table", options.sampled_table),
-        estimator=estimator,
+        estimator=None if options.estimator is None else AcceptanceEstimator.resolve(options.estimator, "")[0],
         cost=None if options.cost is None else load_cost(options.cost),
-        programs=programs,
-        decode=_late_decoder(options.tokenizer or str(table.info.get("target", ""))) if programs else None,
+        programs=_programs(options.workload),
         overhead=_report("overhead", options.overhead, "hspark bench overhead --output"),
         bench=_report("bench", options.bench, "hspark bench --output"),
         batch_sizes=_sizes(options.batch_sizes),
@@ -121,7 +126,13 @@ def make_lab(table: RecordTable, options: argparse.Namespace) -> Lab:
         seeds=options.orders,
         resamples=options.resamples,
     )
-    return Lab(table, settings)
+
+
+def make_lab(table: RecordTable, given: StudyOptions, tokenizer: str | None) -> Lab:
+    """The table with what it is studied with. tokenizer: whose it is that makes text; None for the target's own."""
+    if given.programs:
+        given = replace(given, decode=_late_decoder(tokenizer or str(table.info.get("target", ""))))
+    return Lab(table, given)
 
 
 def check_file(name: str, path: str) -> None:
@@ -130,8 +141,12 @@ def check_file(name: str, path: str) -> None:
 
 
 def _table(name: str, path: str | None) -> RecordTable | None:
+    return None if path is None else _naming(name, lambda: RecordTable.load(path))
+
+
+def _naming(name: str, make: Callable[[], Made]) -> Made:
     try:
-        return None if path is None else RecordTable.load(path)
+        return make()
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
-import gzip
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -19,12 +18,14 @@ from hspark.drafters.known import known_drafter
 from hspark.drafters.ngram import NgramDrafter
 from hspark.drafters.opening import open_drafter
 from hspark.lab.bench import encode_samples
-from hspark.lab.outputs import RecordedOutput, load_tokenize, read_outputs
+from hspark.lab.digests import target_facts
+from hspark.lab.outputs import RecordedOutput, check_ids, load_tokenize, read_lines, read_outputs
 from hspark.lab.record import record
 from hspark.lab.runs import BenchPrompt
 from hspark.lab.table import RecordTable
 from hspark.lab.workloads import load_workload
 from hspark.models import LoadedTarget, load_target
+from hspark.policy import load_cost
 from hspark.sampling import GREEDY_TEMPERATURE
 from hspark.speculator import HybridSpeculator
 
@@ -63,6 +64,8 @@ class RecordSettings:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} is out of range; use an integer of at least 1")
         NgramDrafter(min_match=self.min_match)
+        if self.cost != "auto":
+            load_cost(self.cost)
         self.params(0)
 
     @property
@@ -89,23 +92,29 @@ class RecordSettings:
         return opened
 
 
-def record_file(path: str | Path, directory: str | Path, settings: RecordSettings) -> RecordTable:
+def record_file(
+    path: str | Path, directory: str | Path, settings: RecordSettings, note: Callable[[str], object] | None = None
+) -> RecordTable:
     """The record table, in `directory`, of a workload file, or of a file of recorded outputs.
 
     A file whose first line has "output_token_ids" holds recorded outputs (see `read_outputs`); those at another
     temperature than the settings' are passed over. Otherwise it is a workload (`load_workload`), which the target
     answers first; its answers are kept in `directory`/outputs.jsonl. Run again, it goes on after the last one kept.
+    note: told, as a sentence, what of the file was left out. ValueError for a file or a setting that does not fit.
     """
     directory = Path(directory)
     drafter = settings.open_drafter()
     if holds_outputs(path):
-        outputs, seeds, limits = _recorded(path, settings), None, None
+        outputs, seeds, limits = _recorded(path, settings, note), None, None
         target = load_target(settings.target, settings.dtype, settings.device)
+        check_ids(outputs, cast(Any, target.model).get_input_embeddings().weight.shape[0])
+        facts = target_facts(target.model)
     else:
         samples = load_workload(path, settings.limit)
         target = load_target(settings.target, settings.dtype, settings.device)
         prompts = encode_samples(samples, target)
-        target, outputs = _answers(target, prompts, directory / "outputs.jsonl", settings, drafter)
+        facts = target_facts(target.model)
+        target, outputs = _answers(target, prompts, directory / "outputs.jsonl", settings, facts, drafter)
         seeds = [settings.seed + index for index in range(len(outputs))] if settings.sampled else None
         limits = settings.most_tokens
     total = sum(len(output.output_token_ids) for output in outputs)
@@ -117,6 +126,7 @@ def record_file(path: str | Path, directory: str | Path, settings: RecordSetting
             model=None if drafter is None else target.model,
             drafter=drafter,
             name=settings.target,
+            facts=facts,
             stop_token_ids=target.eos_token_ids,
             max_new_tokens=limits,
             seeds=seeds,
@@ -132,18 +142,16 @@ def holds_outputs(path: str | Path) -> bool:
             f"file {str(path)!r} does not exist; give a workload or recorded outputs (.jsonl or .jsonl.gz)"
         )
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            first = json.loads(next((line for line in lines if line.strip()), "{}"))
-    except (OSError, ValueError, EOFError):
+        first = json.loads(next((line for _, line in read_lines(path)), "{}"))
+    except ValueError:
         return False
     return isinstance(first, dict) and "output_token_ids" in first
 
 
-def _recorded(path: str | Path, settings: RecordSettings) -> list[RecordedOutput]:
-    if settings.max_new_tokens is not None:
-        raise ValueError(
-            f"max_new_tokens={settings.max_new_tokens} with recorded outputs, which have their length; leave it"
-        )
+def _recorded(path: str | Path, settings: RecordSettings, note: Callable[[str], object] | None) -> list[RecordedOutput]:
+    for name, usual in (("max_new_tokens", None), ("seed", 0), ("batch_size", 4)):
+        if (value := getattr(settings, name)) != usual:
+            raise ValueError(f"{name}={value} with recorded outputs, which are not generated again; leave it")
     tokenize: Callable[[str], list[int]] | None = None
 
     def tokenize_late(prompt: str) -> list[int]:
@@ -156,7 +164,12 @@ def _recorded(path: str | Path, settings: RecordSettings) -> list[RecordedOutput
     kept = [each for each in outputs if abs((each.temperature or 0.0) - wanted) <= GREEDY_TEMPERATURE]
     if not kept:
         raise ValueError(f"{path} holds no output at temperature={wanted}; use the temperature that its outputs have")
-    return kept[: settings.limit]
+    if len(kept) < len(outputs) and note is not None:
+        note(f"left out {len(outputs) - len(kept)} of {len(outputs)} outputs, at another temperature than {wanted:g}")
+    kept = kept[: settings.limit]
+    if not any(output.output_token_ids for output in kept):
+        raise ValueError(f"{path} holds no output with a token; use outputs of at least one token")
+    return kept
 
 
 # -- answering a workload ----------------------------------------------------------------------------------------
@@ -167,10 +180,12 @@ def _answers(
     prompts: Sequence[BenchPrompt],
     path: Path,
     settings: RecordSettings,
+    facts: dict[str, str],
     drafter: DSparkDrafter | None,
 ) -> tuple[LoadedTarget, list[RecordedOutput]]:
     """The outputs of all prompts, and the target (loaded anew if an engine had it)."""
-    outputs = _kept(path, prompts, settings)
+    asked = _asked(settings, facts)
+    outputs = _kept(path, prompts, asked)
     if len(outputs) == len(prompts):
         return target, outputs
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +219,7 @@ def _answers(
                         tuple(prompt.token_ids), tuple(answer.token_ids), settings.temperature, prompt.task_id
                     )
                 )
-                file.write(json.dumps(_line(outputs[-1], settings, answer.text)) + "\n")
+                file.write(json.dumps(_line(outputs[-1], asked, answer.text)) + "\n")
                 bar.update(1)
             file.flush()
     # The engine has changed the model's layers; recording takes a fresh one.
@@ -213,20 +228,32 @@ def _answers(
     return load_target(settings.target, settings.dtype, settings.device, progress=False), outputs
 
 
-def _line(output: RecordedOutput, settings: RecordSettings, text: str | None) -> dict[str, Any]:
+def _asked(settings: RecordSettings, facts: dict[str, str]) -> dict[str, Any]:
+    """What answers depend on beside the prompt."""
     return {
-        "task_id": output.task_id,
-        "temperature": output.temperature,
+        "temperature": settings.temperature,
         "seed": settings.seed,
         "max_new_tokens": settings.most_tokens,
+        "target": Path(settings.target).name,
+        **facts,
+    }
+
+
+def _line(output: RecordedOutput, asked: dict[str, Any], text: str | None) -> dict[str, Any]:
+    return {
+        "task_id": output.task_id,
+        **asked,
         "prompt_token_ids": output.prompt_token_ids,
         "output_token_ids": output.output_token_ids,
         "text": text,
     }
 
 
-def _kept(path: Path, prompts: Sequence[BenchPrompt], settings: RecordSettings) -> list[RecordedOutput]:
-    """The outputs on disk; a line that was cut short is dropped. ValueError if they answer something else."""
+def _kept(path: Path, prompts: Sequence[BenchPrompt], asked: dict[str, Any]) -> list[RecordedOutput]:
+    """The outputs on disk; a line that was cut short is dropped. ValueError if they answer something else.
+
+    Lines of earlier versions do not say which target they are of; what a line does say has to be what is asked.
+    """
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -235,14 +262,13 @@ def _kept(path: Path, prompts: Sequence[BenchPrompt], settings: RecordSettings) 
     outputs = []
     for number, line in enumerate(lines):
         found = json.loads(line)
-        made = {name: found.get(name) for name in ("temperature", "seed", "max_new_tokens")}
-        asked = {"temperature": settings.temperature, "seed": settings.seed, "max_new_tokens": settings.most_tokens}
+        made = {name: found[name] for name in asked if name in found}
         same = number < len(prompts) and found["prompt_token_ids"] == list(prompts[number].token_ids)
-        if made != asked or not same:
+        if made != {name: asked[name] for name in made} or not same:
             raise ValueError(
                 f"out: {path} holds outputs of other requests (line {number + 1}, made with {made}); use the same "
                 "workload and settings, or another directory"
             )
         ids = tuple(found["prompt_token_ids"]), tuple(found["output_token_ids"])
-        outputs.append(RecordedOutput(*ids, settings.temperature, found["task_id"]))
+        outputs.append(RecordedOutput(*ids, asked["temperature"], found["task_id"]))
     return outputs

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,15 +41,25 @@ def read_outputs(path: str | Path, tokenize: Tokenize | None = None) -> list[Rec
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"path={str(path)!r} is not a file; use a JSON-lines file of recorded outputs, plain or .gz")
-    opener = gzip.open if path.suffix == ".gz" else open
-    outputs = []
-    with opener(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                outputs.append(_parse(line, f"{path}, line {number}", tokenize))
+    outputs = [_parse(line, f"{path}, line {number}", tokenize) for number, line in read_lines(path)]
     if not outputs:
-        raise ValueError(f"path={str(path)!r} holds no recorded output; use one JSON object a line")
+        raise ValueError(f"{path} holds no recorded output; use one JSON object a line")
     return outputs
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text file that are not blank, with their numbers from 1; a name that ends in .gz is unpacked.
+
+    ValueError names a file that is damaged, cut short or not UTF-8; a byte-order mark at its beginning is passed over.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, line
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as JSON lines: {error}") from error
 
 
 def _parse(line: str, place: str, tokenize: Tokenize | None) -> RecordedOutput:
@@ -79,9 +90,21 @@ def _parse(line: str, place: str, tokenize: Tokenize | None) -> RecordedOutput:
 
 def _ids(record: dict[str, Any], name: str, place: str) -> tuple[int, ...]:
     ids = record.get(name)
-    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
         raise ValueError(f"{place}: {name} is {str(ids)[:40]}; use a list of token ids")
     return tuple(ids)
+
+
+def check_ids(outputs: Sequence[RecordedOutput], vocabulary: int) -> None:
+    """ValueError that names the first output with a token id of `vocabulary` or more."""
+    for number, output in enumerate(outputs, start=1):
+        highest = max(*output.prompt_token_ids, *output.output_token_ids, 0)
+        if highest >= vocabulary:
+            task = f" (task {output.task_id!r})" if output.task_id else ""
+            raise ValueError(
+                f"recorded output {number}{task} has the token id {highest}, and the target knows {vocabulary} tokens; "
+                "use outputs of this target"
+            )
 
 
 def load_tokenize(name: str) -> Tokenize:

@@ -14,7 +14,7 @@ from hspark.lab.bench_command import (
     add_report_options,
     add_workload_options,
     bench_drafting,
-    check_writable,
+    exit_status,
     load_samples,
     show,
 )
@@ -25,7 +25,7 @@ from hspark.lab.observer import ProgressBar
 from hspark.lab.overhead import BASELINE, NEVER, StepShares, measure_shares, never_choose_arm
 from hspark.lab.runs import BenchPrompt
 from hspark.models import LoadedTarget, load_target, resolve_device
-from hspark.options import Parser, add_drafting_options, add_target_options, set_threads
+from hspark.options import Parser, add_drafting_options, add_target_options, check_output_file, set_threads
 from hspark.speculator import HybridSpeculator
 
 # Tokens of output that a row has room for: a round of steps in which every draft is accepted.
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     """Entry of `hspark bench overhead`. Returns the exit status; raises ValueError."""
     options = _parser().parse_args(argv)
     set_threads(options.threads)
-    check_writable("output", options.output)
+    check_output_file("output", options.output)
     for name in ("batch_size", "context", "steps"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name}={getattr(options, name)} is out of range; use an integer of at least 1")
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     never = None if report is None else report.batches[0].arm(NEVER).decode_speedup
     record["never_choose"] = None if never is None else asdict(never)
     show(record, render_overhead(shares, report, never), options)
-    return 0
+    return 0 if report is None else exit_status(report.header)
 
 
 def _settings(options: argparse.Namespace) -> BenchSettings:

@@ -15,7 +15,7 @@ from hspark.lab.bench_command import (
     add_report_options,
     add_workload_options,
     bench_drafting,
-    check_writable,
+    exit_status,
     load_samples,
     show,
 )
@@ -27,7 +27,7 @@ from hspark.lab.peers_text import render_peers
 from hspark.lab.startup import StartJob, StartUp, measure_start
 from hspark.models import LoadedTarget, load_target, resolve_dtype
 from hspark.models.fetch import is_gguf
-from hspark.options import Parser, add_drafting_options, add_target_options, set_threads
+from hspark.options import Parser, add_drafting_options, add_target_options, check_output_file, set_threads
 
 _EXAMPLE = """
 examples:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     """Entry of `hspark bench peers`. Returns the exit status; raises ValueError."""
     options = _parser().parse_args(argv)
     set_threads(options.threads)
-    check_writable("output", options.output)
+    check_output_file("output", options.output)
     if options.gguf and not Path(options.gguf).is_file():
         raise ValueError(f"gguf={options.gguf!r} is no file; use a .gguf file of the target's weights")
     if options.llama_dtype is not None and options.llama_dtype not in FLOAT_TYPES:
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
             target, prompts, settings, peers, workload=name, drafter=drafter, starts=starts, observer=bar
         )
     show(report.to_dict(), render_peers(report), options)
-    return 0
+    return exit_status(report.bench.header)
 
 
 def find_peers(options: argparse.Namespace, target: LoadedTarget) -> Peers:

@@ -8,7 +8,7 @@ that the drafter proposes in the engine after the same text (to the rounding of 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from hspark.config import SamplingParams
 from hspark.drafters.base import Drafter
 from hspark.drafters.dspark import DSparkDrafter
 from hspark.drafters.ngram import NgramDrafter
-from hspark.lab.outputs import RecordedOutput
+from hspark.lab.digests import checkpoint_facts
+from hspark.lab.outputs import RecordedOutput, check_ids
 from hspark.lab.record_model import ModelRecorder, accepted_length
 from hspark.lab.table import NO_LIMIT, RecordTable
 from hspark.lab.table_files import TableWriter, fingerprint
@@ -54,6 +55,7 @@ def record(
     model: Any | None = None,
     drafter: Drafter | None = None,
     name: str = "",
+    facts: Mapping[str, Any] | None = None,
     stop_token_ids: Sequence[int] = (),
     max_new_tokens: int | Sequence[int] | None = None,
     seeds: Sequence[int | None] | None = None,
@@ -71,7 +73,8 @@ def record(
     model, drafter: the target (a transformers causal LM, on its device) and its DSpark drafter: both or neither. The
         model is taken over as by `CausalTarget`, the drafter is not touched: a copy with its settings does the work.
         Draft models of another kind are refused.
-    name: the target's, for the table's `info`.
+    name: the target's, for the table's `info`. facts: more about it for `info`, such as `target_facts`; a table is
+        continued with the same ones only.
     max_new_tokens: each output's length limit (one for all, or one each). None: the output's own length, or no limit
         where the output ends with one of stop_token_ids.
     seeds: noise seed of each output that was sampled with one; needed above temperature 0 with a drafter that drafts
@@ -87,7 +90,7 @@ def record(
     ngram.context_limit = None  # an engine's bound on its rows says nothing about these texts
     jobs = _jobs(outputs, stop_token_ids, max_new_tokens, seeds)
     _check_drafter(model, drafter, jobs)
-    writer = TableWriter(directory, _info(ngram, drafter, name), shard_positions=shard_positions)
+    writer = TableWriter(directory, _info(ngram, drafter, name, facts or {}), shard_positions=shard_positions)
     done = _check_done(writer, jobs)
     if progress is not None and done:
         progress(sum(len(job.output.output_token_ids) for job in jobs[:done]))
@@ -179,6 +182,7 @@ def _check_drafter(model: Any | None, drafter: Drafter | None, jobs: Sequence[_J
             f"drafter={drafter!r} is not a DSparkDrafter; only DSpark drafters can be recorded, whose chains depend on "
             "the target's hidden states and not on earlier steps"
         )
+    check_ids([job.output for job in jobs], model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr]
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr]
     if positions is not None and _longest(jobs) > positions:
         raise ValueError(
@@ -205,9 +209,10 @@ def _check_done(writer: TableWriter, jobs: Sequence[_Job]) -> int:
     return len(known)
 
 
-def _info(ngram: NgramDrafter, drafter: Drafter | None, name: str) -> dict[str, Any]:
+def _info(ngram: NgramDrafter, drafter: Drafter | None, name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     info: dict[str, Any] = {
         "target": name,
+        **facts,
         "model_width": 0,
         "free_width": ngram.width,
         "ngram": {key: getattr(ngram, key) for key in ("min_match", "max_match", "copy_cap", "periodic")},
@@ -217,7 +222,7 @@ def _info(ngram: NgramDrafter, drafter: Drafter | None, name: str) -> dict[str, 
         info["model_width"] = drafter.width
         temperatures, biases = drafter.calibration.for_width(drafter.width)
         info["drafter"] = {
-            "path": str(getattr(drafter.source, "path", "")),
+            **checkpoint_facts(getattr(drafter.source, "path", None)),
             "block_size": drafter.config.block_size,
             "num_layers": drafter.config.num_layers,
             "drafting": drafter.drafting,

@@ -11,13 +11,13 @@ from tqdm import tqdm
 
 from hspark.drafters.known import known_drafter
 from hspark.drafters.opening import open_drafter
-from hspark.lab.bench_command import add_report_options, check_writable, show
+from hspark.lab.bench_command import add_report_options, show
 from hspark.lab.machine import load_average, machine_facts
 from hspark.lab.scale import Scale
 from hspark.lab.scale_report import FULL, QUICK, ScaleReport
 from hspark.lab.scale_text import check_plot, plot, render_scale
 from hspark.models import load_target
-from hspark.options import Parser, add_target_options, none_or, set_threads
+from hspark.options import Parser, add_target_options, check_output_file, parse_drafter, set_threads
 
 _EXAMPLE = """
 examples:
@@ -50,15 +50,15 @@ def main(argv: Sequence[str]) -> int:
     """Entry of `hspark bench scale`. Returns the exit status; raises ValueError."""
     options = _parser().parse_args(argv)
     set_threads(options.threads)
-    check_writable("output", options.output)
-    check_writable("plot", options.plot)
+    check_output_file("output", options.output)
     check_plot(options.plot)
+    check_output_file("plot", options.plot)
     sizes = QUICK if options.quick else FULL
     if options.repeats is not None:
         if options.repeats < 1:
             raise ValueError(f"repeats={options.repeats} is out of range; use an integer of at least 1")
         sizes = replace(sizes, repeats=options.repeats)
-    name = known_drafter(options.model) if options.drafter == "auto" else none_or(options.drafter)
+    name = known_drafter(options.model) if options.drafter == "auto" else parse_drafter(options.drafter)
     drafter = None if name is None else open_drafter(name, options.dtype, options.device)
     target = load_target(options.model, options.dtype, options.device)
     header: dict[str, Any] = {
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
         sections = Scale(target.model, drafter, sizes, progress=progress).sections()
     header["machine"]["load_average_after"] = load_average()
     report = ScaleReport(header, sections)
+    show(report.to_dict(), render_scale(report), options)
     if options.plot:
         plot(report, options.plot)
-    show(report.to_dict(), render_scale(report), options)
     return 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hspark.lab.digests import checkpoint_name
 from hspark.lab.outputs import RecordedOutput
 
 Array = NDArray[Any]
 
 _KIND, _VERSION = "record-table", 1
+# Settings that not every table states: earlier ones do not, nor those that were made without a target.
+_MAY_LACK = ("dtype", "target_digest", "drafter.digest")
 
 # name -> (type, columns: 1, "K" or "L"); per output, then per position.
 PER_OUTPUT: dict[str, Any] = {
@@ -44,7 +49,8 @@ PER_POSITION: dict[str, tuple[Any, str]] = {
 class TableWriter:
     """Appends outputs to the table in a directory, a shard at a time.
 
-    info: as in `RecordTable`; a table that is there already has to have the same, else ValueError names what differs.
+    info: as in `RecordTable`; a table that is there already has to have the same, but for the places of target and
+    drafter, else ValueError names what differs.
     shard_positions: positions after which a shard is written. `outputs` counts those on disk, `fingerprints` says
     which they are (`fingerprint`).
     """
@@ -68,14 +74,15 @@ class TableWriter:
             _write_whole(self.directory / "info.json", (json.dumps(self.info, indent=1) + "\n").encode())
 
     def _resume(self) -> None:
-        known, shards = read_directory(self.directory)
-        different = sorted(key for key in {*known, *self.info} if known.get(key) != self.info.get(key))
-        if different:
-            key = different[0]
-            raise ValueError(
-                f"directory={str(self.directory)!r} holds a table made with {key}={known.get(key)!r}, and now "
-                f"{key}={self.info.get(key)!r}; use the same settings, or another directory"
-            )
+        info, shards = read_directory(self.directory)
+        known, own = _compared(info), _compared(self.info)
+        for key in sorted({*known, *own}):
+            stated = key in known and key in own
+            if known.get(key) != own.get(key) and (stated or key not in _MAY_LACK):
+                raise ValueError(
+                    f"directory={str(self.directory)!r} holds a table made with {key}={known.get(key)!r}, and now "
+                    f"{key}={own.get(key)!r}; use the same settings, or another directory"
+                )
         for path in shards:
             self.fingerprints += read_shard(path)["fingerprints"].tolist()
 
@@ -111,6 +118,13 @@ class TableWriter:
         self._waiting = []
 
 
+def _compared(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What has to be the same for a table to go on. Models go by name and digest: their places on disk may change."""
+    drafter = info.get("drafter") or {}
+    compared = {**info, "target": Path(str(info.get("target", ""))).name, "drafter": drafter.get("name")}
+    return compared | {f"drafter.{key}": value for key, value in drafter.items() if key != "name"}
+
+
 def fingerprint(output: RecordedOutput, seed: int | None, limit: int) -> str:
     """16 hex digits that tell recorded outputs apart, with how they were sampled and cut."""
     text = f"{output.prompt_token_ids}|{output.output_token_ids}|{output.temperature}|{seed}|{limit}"
@@ -138,6 +152,8 @@ def read_directory(directory: Path) -> tuple[dict[str, Any], list[Path]]:
         raise ValueError(f"{str(path)!r} is not JSON ({error}); use a table written by record") from error
     if not isinstance(info, dict) or (info.get("kind"), info.get("version")) != (_KIND, _VERSION):
         raise ValueError(f"{str(path)!r} is not of kind {_KIND!r}, version {_VERSION}; use a table written by record")
+    if "path" in (drafter := info.get("drafter") or {}):  # as earlier tables have it
+        info["drafter"] = {"name": checkpoint_name(drafter.pop("path")), **drafter}
     shards, at = sorted(directory.glob("outputs-*.npz")), 0
     for shard in shards:
         first, end = (int(part) for part in shard.stem.split("-")[1:])
@@ -155,7 +171,7 @@ def read_shard(path: Path) -> dict[str, Array]:
             if missing:
                 raise ValueError(f"it lacks {missing}")
             return {name: shard[name] for name in names}
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"shard {str(path)!r} cannot be read ({error}); delete it and record again") from error
 
 

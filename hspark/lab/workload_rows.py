@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from hspark.lab.outputs import read_lines
 
 # A row and where it is from, for messages.
 Row = tuple[str, Mapping[str, Any]]
@@ -86,20 +87,18 @@ def _read_file(file: Path) -> Iterator[Row]:
 
 
 def _read_lines(file: Path) -> Iterator[Row]:
-    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                where = f"{file}, line {number}"
-                try:
-                    yield where, _object(json.loads(line), where)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{where} is not valid JSON: {error}") from error
+    for number, line in read_lines(file):
+        where = f"{file}, line {number}"
+        try:
+            yield where, _object(json.loads(line), where)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where} is not valid JSON: {error}") from error
 
 
 def _read_json(file: Path) -> Iterator[Row]:
     """A list of objects, or an object whose only list is that list, as in {"data": [...]}."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if isinstance(value, dict):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hspark.lab.outputs import read_lines
 
 Messages = list[dict[str, str]]
 
@@ -64,7 +65,9 @@ def load_workload(path: str | Path, limit: int | None = None) -> list[Sample]:
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ValueError(f"limit={limit!r} is out of range; use an integer of at least 1, or None for all")
     samples: dict[str, Sample] = {}
-    for number, line in _lines(path):
+    if not path.is_file():
+        raise ValueError(f"workload file {str(path)!r} does not exist; give a JSON-lines file (.jsonl or .jsonl.gz)")
+    for number, line in read_lines(path):
         if limit is not None and len(samples) == limit:
             break
         where = f"{path}, line {number}"
@@ -79,17 +82,6 @@ def load_workload(path: str | Path, limit: int | None = None) -> list[Sample]:
     if not samples:
         raise ValueError(f"{path} holds no requests; each line needs {_ACCEPTED}")
     return list(samples.values())
-
-
-def _lines(path: Path) -> list[tuple[int, str]]:
-    """The non-blank lines with their numbers."""
-    if not path.is_file():
-        raise ValueError(f"workload file {str(path)!r} does not exist; give a JSON-lines file (.jsonl or .jsonl.gz)")
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            return [(number, line) for number, line in enumerate(file, 1) if line.strip()]
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} cannot be read as JSON lines: {error}") from error
 
 
 def _sample(record: Any, where: str, default_id: str) -> Sample:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hspark.models import resolve_device
-from hspark.options import Parser, add_target_options
+from hspark.options import Parser, add_target_options, check_output_directory
 from hspark.train.checks import check_integer
 from hspark.train.data import MIN_SUPERVISED
 from hspark.train.files import write_whole
@@ -157,6 +157,7 @@ def _check(options: argparse.Namespace) -> None:
         if value != "all" and (type(value) is not int or not 1 <= value <= (most or value)):
             limit = f"from 1 to the block's {most}" if most else "of at least 1"
             raise ValueError(f'{name}={value!r}; use a number {limit}, or "all"')
+    check_output_directory("export", options.export)
     if resolve_device(options.device).index is not None:
         raise ValueError(
             f"device={options.device!r}; leave the number out: accelerate gives each process a device of its own, and "

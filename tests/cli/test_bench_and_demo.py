@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from hspark.cli import main
+from hspark.lab.bench_command import show
+from hspark.lab.observer import ProgressBar
 from hspark.policy import LinearCost
 from tests.cli.output import CODE, error_of
 
@@ -45,6 +48,34 @@ def test_bench_for_programs(
     assert batch["arms"][2]["speedup"]["value"] == 1.0 != batch["arms"][0]["speedup"]["value"]
 
 
+def test_an_interrupted_bench_reports_and_says_so(
+    workload: str,
+    common: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    begun: list[str] = []
+
+    def begin(self: ProgressBar, arm: str, *_: object) -> None:
+        begun.append(arm)
+        if len(begun) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ProgressBar, "begin", begin)
+    output = tmp_path / "made" / "on the way" / "report.json"
+    options = ["bench", workload, "--max-new-tokens", "4", "--arms", "ngram_only", "--output", str(output), *common]
+    assert main(options) == 130
+    assert "interrupted: of batch size 1 are reported 1 of 3 requests" in capsys.readouterr().out
+    assert json.loads(output.read_text())["batches"][0]["runs"]["groups"] == [["a"]]
+
+
+def test_a_report_that_cannot_be_written_has_been_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OSError, match="report"):
+        show({"a": 1}, "the tables", argparse.Namespace(json=False, output="/dev/null/report.json"))
+    assert capsys.readouterr().out == "the tables\n"
+
+
 def test_bench_for_people(workload: str, common: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     options = [workload, "--max-new-tokens", "4", "--batch-sizes", "2", "--temperature", "1", "--seed", "4"]
     assert main(["bench", *options, *common]) == 0
@@ -62,9 +93,9 @@ def test_bench_for_people(workload: str, common: list[str], capsys: pytest.Captu
         (["--batch-sizes", "1,x"], "batch_sizes holds 'x'"),
         (["--batch-sizes", ","], "batch_sizes=() is empty"),
         (["--repeats", "0"], "repeats holds 0"),
-        (["--limit", "0"], "n=0 is out of range"),
+        (["--limit", "0"], "limit=0 is out of range"),
         (["/no/such/file.jsonl"], "workload file '/no/such/file.jsonl' does not exist"),
-        (["--output", "/no/such/folder/report.json"], "lies in no existing directory"),
+        (["--output", "/dev/null/report.json"], "output='/dev/null/report.json' cannot be written"),
         (["--max-new-tokens", "0"], "max_new_tokens=0"),
         (["--arms", "transformers", "--batch-sizes", "4"], "runs at batch size 1 only"),
         (["--baseline", "proposed:8"], "baseline='proposed:8' is not among the arms; use one of vanilla"),
@@ -74,7 +105,10 @@ def test_bench_for_people(workload: str, common: list[str], capsys: pytest.Captu
         ),
         (["--threads", "-1"], "threads=-1 is out of range"),
         (["--model", "nothing"], "model='nothing' is unknown"),
-        (["--drafter", "/no/such/drafter"], "/no/such/drafter"),
+        (["--output", "/dev"], "output='/dev' cannot be written (Is a directory)"),
+        (["--threads", "100000"], "threads=100000 is out of range; use an integer from 1 to"),
+        (["--drafter", "/no/such/drafter"], "drafter='/no/such/drafter' does not exist"),
+        (["--drafter", "nothing"], "drafter='nothing' does not exist"),
     ],
 )
 def test_bench_refuses_before_it_works(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,14 @@ def test_interrupt_ends_politely(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "\nhspark: interrupted\n"
 
 
+def test_an_interrupt_while_torch_is_imported_ends_politely() -> None:
+    """A module that raises in place of torch, as Ctrl-C in its import does."""
+    code = "import sys\nclass T:\n def find_spec(self, name, *_):\n  if name == 'torch': raise KeyboardInterrupt\n"
+    code += "sys.meta_path.insert(0, T())\nfrom hspark.cli import main\nsys.exit(main(['generate', 'x']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (130, "\nhspark: interrupted\n")
+
+
 def test_reader_that_goes_away_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -103,6 +103,9 @@ def test_colours_and_statistics_when_asked_for(common: list[str], capsys: pytest
     assert "by ngram" in stats
     assert "ended by length" in stats
     assert "no coefficients are known for tiny" in stats
+    record, stats = generate([*options, "--json", "--stats"], capsys)
+    assert json.loads(record)["text"]
+    assert re.match(r"24 tokens in \d+ steps", stats)
 
 
 def test_every_sampling_parameter_has_an_option() -> None:
@@ -161,9 +164,13 @@ def test_every_sampling_parameter_has_an_option() -> None:
         (["x", "--budget-delay", "-1"], "budget_delay=-1 is out of range"),
         (["x", "--threads", "0"], "threads=0 is out of range"),
         (["x", "--raw", "--system", "y"], "raw uses no chat template"),
-        (["x", "--file", "y"], "prompt and file are both given"),
-        (["--file", "/no/such/file"], "No such file"),
-        (["x", "--edit", "/no/such/file"], "No such file"),
+        (["x", "--file", "y"], "prompt='x' and file='y' are both given"),
+        (["-", "--file", "y"], "prompt='-' and file='y' are both given"),
+        (["--file", "/no/such/file"], "file='/no/such/file' cannot be read (No such file"),
+        (["--file", sys.executable], "is not UTF-8"),
+        (["x", "--edit", "/no/such/file"], "edit='/no/such/file' cannot be read (No such file"),
+        (["x", "--drafter", "nothing"], "drafter='nothing' does not exist; use auto, none"),
+        (["x", "--threads", "100000"], "threads=100000 is out of range"),
         (["  "], "prompt holds an empty prompt"),
         ([], "standard input holds an empty prompt"),
     ],

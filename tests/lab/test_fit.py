@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from hspark.cli import main as command
 from hspark.drafters import NgramDrafter
 from hspark.lab.fit import fit_outputs, main
 from hspark.lab.outputs import RecordedOutput
 from hspark.policy.estimator import AcceptanceEstimator
+from tests.cli.output import error_of
 
 
 def copying_outputs(count: int, seed: int = 5) -> list[RecordedOutput]:
@@ -119,21 +121,19 @@ def test_all_temperatures_uses_sampled_outputs(tmp_path: Path, capsys: pytest.Ca
     path = write(tmp_path / "outputs.jsonl", hot)
     assert main([path, "--all-temperatures", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sampled_outputs_left_out"] == 0
-    with pytest.raises(SystemExit) as stop:
-        main([path])
-    assert stop.value.code == 2
+    assert command(["fit", path]) == 2
     assert "holds sampled outputs only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["none.jsonl"], "is not a file"),
+        (["none.jsonl"], "outputs='none.jsonl' is not a file"),
         (["{outputs}", "--holdout", "1"], "holdout=1.0 is out of range"),
         (["{outputs}", "--min-match", "0"], "min_match=0 is not usable"),
         (["{outputs}", "--level", "7"], "invalid choice: 7"),
         (["{outputs}", "--device", "abacus"], "device='abacus'"),
-        (["{outputs}", "--save", "/no/such/place/e.json"], "lies in no existing directory"),
+        (["{outputs}", "--save", "/dev/null/e.json"], "save='/dev/null/e.json' cannot be written"),
         (["{outputs}", "--min-match", "14"], "replay more outputs"),
     ],
 )
@@ -141,10 +141,7 @@ def test_mistakes_exit_with_a_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
 ) -> None:
     path = write(tmp_path / "outputs.jsonl", [RecordedOutput((1, 2, 3), (1, 2, 3), 0.0)])
-    with pytest.raises(SystemExit) as stop:
-        main([argument.format(outputs=path) for argument in arguments])
-    assert stop.value.code == 2
-    assert complaint in capsys.readouterr().err
+    assert complaint in error_of(["fit", *(argument.format(outputs=path) for argument in arguments)], capsys)
 
 
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:

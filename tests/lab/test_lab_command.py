@@ -95,7 +95,25 @@ def test_record_studies_report(folder: Path, table: str, capsys: pytest.CaptureF
     for name in names:
         assert f'<section id="{name}">' in text
     assert "drafter (greedy)" in text
-    assert json.loads(page.with_suffix(".json").read_text())["about"]["target"] == "target"
+    about = json.loads(page.with_suffix(".json").read_text())["about"]
+    assert (about["target"], about["outputs"], about["dtype"]) == ("target", 5, "float32")
+
+
+def test_a_report_of_several_tables_says_which_study_is_of_which(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = str(tmp_path / "studies"), tmp_path / "new" / "page.html"
+    for count, name in ((3, "acceptance"), (4, "estimator")):
+        table = str(made_table(count).save(tmp_path / str(count)))
+        run(["study", name, "--table", table, "--out", out, "--resamples", "5"], capsys)
+    run(["report", "--studies", out, "--out", str(page)], capsys)
+    about = json.loads(page.with_suffix(".json").read_text())["about"]
+    assert about["target"] == "made"
+    assert not {"outputs", "positions"} & set(about)
+    head, *sections = page.read_text().split("<section")
+    assert "<dt>outputs</dt>" not in head
+    assert ["<dt>outputs</dt><dd>3</dd>" in text for text in sections] == [True, False]
+    assert ["<dt>outputs</dt><dd>4</dd>" in text for text in sections] == [False, True]
 
 
 def test_the_recorded_table(folder: Path, table: str) -> None:
@@ -167,7 +185,10 @@ def test_recorded_outputs_need_no_answers(folder: Path, table: str, tmp_path: Pa
     mixed = tmp_path / "mixed.jsonl"
     mixed.write_text(outputs.read_text() + json.dumps(sampled) + "\n")
     words = ["--target", str(folder / "target"), "--drafter", "none", "--dtype", "float32"]
-    shown = json.loads(run(["record", str(mixed), "--out", str(tmp_path / "t"), *words, "--json"], capsys))
+    assert main(["lab", "record", str(mixed), "--out", str(tmp_path / "t"), *words, "--json"]) == 0
+    told = capsys.readouterr()
+    shown = json.loads(told.out)
+    assert "left out 1 of 6 outputs, at another temperature than 0" in told.err
     again = RecordTable.load(tmp_path / "t")
     assert shown["outputs"] == 5
     assert again.model_width == 0
@@ -175,6 +196,9 @@ def test_recorded_outputs_need_no_answers(folder: Path, table: str, tmp_path: Pa
     warm = record_file(mixed, tmp_path / "warm", settings(folder, drafter=None, max_new_tokens=None, temperature=1.0))
     assert warm.outputs == 1
     assert "max_new_tokens=3 with recorded outputs" in refused(["record", str(mixed), "--out", str(tmp_path / "u"), *words, "--max-new-tokens", "3"], capsys)  # fmt: skip  # noqa: E501
+    for option, value in (("--seed", "3"), ("--batch-size", "2")):
+        message = refused(["record", str(mixed), "--out", str(tmp_path / "u"), *words, option, value], capsys)
+        assert f"={value} with recorded outputs" in message
     with pytest.raises(ValueError, match=r"holds no output at temperature=0\.5"):
         record_file(mixed, tmp_path / "v", settings(folder, drafter=None, max_new_tokens=None, temperature=0.5))
 
@@ -190,7 +214,10 @@ def test_sampled_answers_keep_their_seeds(folder: Path, tmp_path: Path) -> None:
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_mistakes_are_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named_before_a_model_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lab_record, "load_target", lambda *_: pytest.fail("a target was loaded"))
     table = str(made_table(3).save(tmp_path / "table"))
     work = str(folder / "work.jsonl")
     study = ["study", "policies", "--table", table]
@@ -201,7 +228,10 @@ def test_mistakes_are_named(folder: Path, tmp_path: Path, capsys: pytest.Capture
         (["study", "ladder", "--table", str(tmp_path)], "holds no record table"),
         ([*study, "--batch-sizes", "4,x"], "batch_sizes='4,x'"),
         ([*study, "--batch-sizes", "4,2"], "batch_sizes=(4, 2)"),
-        ([*study, "--orders", "0"], "seeds=0"),
+        ([*study, "--orders", "0"], "orders=0"),
+        ([*study, "--sizing-delay", "-1"], "sizing_delay=-1"),
+        ([*study, "--out", work], "out="),
+        (["report", "--studies", str(tmp_path), "--out", "r.pdf"], "holds no study"),
         ([*study, "--cost", str(tmp_path / "no")], "cannot be read"),
         ([*study, "--estimator", "best"], "estimator='best' is neither a file nor a preset"),
         ([*study, "--train-table", str(tmp_path)], "train_table: "),
@@ -219,8 +249,27 @@ def test_mistakes_are_named(folder: Path, tmp_path: Path, capsys: pytest.Capture
             ["record", work, "--out", str(tmp_path / "a"), "--drafter", str(folder / "target")],
             "is not a DSpark drafter",
         ),
+        (["record", work, "--out", work], f"out={work!r} cannot be used"),
+        (["record", work, "--out", str(tmp_path / "a"), "--engine-cost", "foo"], "engine_cost: cost file 'foo'"),
         (["all", work + "x", "--out", str(tmp_path / "a")], "file="),
+        (["all", work, "--out", f"{work}/a"], "out="),
     ]
+    for option, value, message in (
+        ("--batch-sizes", "foo", "batch_sizes='foo'"),
+        ("--row-steps", "0", "row_steps=0"),
+        ("--orders", "0", "orders=0"),
+        ("--resamples", "-1", "resamples=-1"),
+        ("--sizing-delay", "-1", "sizing_delay=-1"),
+        ("--engine-cost", "foo", "engine_cost: cost file 'foo'"),
+        ("--train-table", "foo", "train_table: "),
+        ("--sampled-table", "foo", "sampled_table: "),
+        ("--overhead", "foo", "overhead='foo'"),
+        ("--bench", "foo", "bench='foo'"),
+        ("--cost", "foo", "cost file 'foo'"),
+        ("--estimator", "foo", "estimator='foo'"),
+        ("--drafter", "foo", "drafter='foo' does not exist"),
+    ):
+        cases.append((["all", work, "--out", str(tmp_path / "a"), option, value], message))
     for arguments, message in cases:
         assert message in refused(arguments, capsys), arguments
     assert not (tmp_path / "a").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hspark.lab.outputs import RecordedOutput, read_outputs, split_by_prompt
+from hspark.lab.outputs import RecordedOutput, check_ids, read_outputs, split_by_prompt
 
 
 def test_reads_ids_and_text_plain_and_compressed(tmp_path: Path) -> None:
@@ -27,6 +27,28 @@ def test_reads_ids_and_text_plain_and_compressed(tmp_path: Path) -> None:
         assert read_outputs(path, tokenize=lambda text: [ord(c) for c in text]) == expected
 
 
+def test_byte_order_marks_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "outputs.jsonl"
+    path.write_text('{"prompt_token_ids": [1], "output_token_ids": [2]}', encoding="utf-8-sig")
+    assert read_outputs(path) == [RecordedOutput((1,), (2,))]
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    line = b'{"prompt_token_ids": [1], "output_token_ids": [1]}\n' * 50
+    packed = gzip.compress(line)
+    for name, data in (("cut.gz", packed[:-12]), ("other.gz", line), ("latin.jsonl", line + b"\xe9\n")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=rf"{name} cannot be read as JSON lines"):
+            read_outputs(tmp_path / name)
+
+
+def test_ids_that_the_target_does_not_have_are_named() -> None:
+    outputs = [RecordedOutput((1, 2), ()), RecordedOutput((3,), (9, 4), task_id="b")]
+    check_ids(outputs, 10)
+    with pytest.raises(ValueError, match=r"recorded output 2 \(task 'b'\) has the token id 9, and the target knows 9"):
+        check_ids(outputs, 9)
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -37,6 +59,7 @@ def test_reads_ids_and_text_plain_and_compressed(tmp_path: Path) -> None:
         ('{"prompt_token_ids": [], "output_token_ids": [1]}', "line 2: the prompt is empty"),
         ('{"prompt_token_ids": [1]}', "line 2: output_token_ids is None"),
         ('{"prompt_token_ids": [1], "output_token_ids": [1, -1]}', "line 2: output_token_ids is"),
+        ('{"prompt_token_ids": [1], "output_token_ids": [2147483648]}', "line 2: output_token_ids is"),
         ('{"prompt_token_ids": [1.5], "output_token_ids": [1]}', "line 2: prompt_token_ids is"),
     ],
 )

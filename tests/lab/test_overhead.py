@@ -183,7 +183,7 @@ def test_overhead_for_programs(options: list[str], tmp_path: Path, capsys: pytes
         (["--context", "0"], "context=0 is out of range"),
         (["--steps", "0"], "steps=0 is out of range"),
         (["--compile", "step"], "compile='step': the parts of a compiled step cannot be told apart"),
-        (["--output", "/no/such/folder/report.json"], "lies in no existing directory"),
+        (["--output", "/dev/null/report.json"], "output='/dev/null/report.json' cannot be written"),
         (["--limit", "0"], "limit=0 is out of range"),
         (["--context", "1900"], "context=1900 is too long for the model's 2048 positions"),
     ],

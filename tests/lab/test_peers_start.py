@@ -177,8 +177,8 @@ def test_peers_command_for_programs(
     ("arguments", "message"),
     [
         (["--gguf", "/no/such.gguf"], "gguf='/no/such.gguf' is no file"),
-        (["--output", "/no/such/folder/report.json"], "lies in no existing directory"),
-        (["--limit", "0"], "n=0 is out of range"),
+        (["--output", "/dev/null/report.json"], "output='/dev/null/report.json' cannot be written"),
+        (["--limit", "0"], "limit=0 is out of range"),
         (["--max-new-tokens", "0"], "max_new_tokens=0"),
         (["--repeats", "0"], "repeats holds 0"),
         (["--llama-dtype", "int8"], "llama_dtype='int8' is unknown; use one of bfloat16, float16, float32"),

@@ -198,6 +198,8 @@ def test_bad_input(options: dict[str, Any], message: str, tmp_path: Path) -> Non
 def test_other_drafters_and_long_texts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a DSparkDrafter"):
         record(recorded("qwen3", 1), tmp_path, model=target_model("llama"), drafter=CausalLMDrafter(tiny_llama()))
+    with pytest.raises(ValueError, match="has the token id 5000, and the target knows"):
+        record([RecordedOutput((1,), (5000,))], tmp_path, model=target_model("qwen3"), drafter=dspark("qwen3"))
     with pytest.raises(ValueError, match="a text of 601 tokens, and the target knows 512 positions"):
         record([RecordedOutput((1,), (2,) * 600)], tmp_path, model=target_model("qwen3"), drafter=dspark("qwen3"))
 
@@ -222,6 +224,9 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     shards = sorted(tmp_path.glob("*.npz"))
     whole = shards[0].read_bytes()
     shards[0].write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=r"outputs-00000000-00000001\.npz' cannot be read"):
+        RecordTable.load(tmp_path)
+    shards[0].write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"outputs-00000000-00000001\.npz' cannot be read"):
         RecordTable.load(tmp_path)
     shards[0].write_bytes(whole)

@@ -176,9 +176,9 @@ def test_scale_draws_its_curves(options: list[str], tmp_path: Path, capsys: pyte
     ("arguments", "message"),
     [
         (["--repeats", "0"], "repeats=0 is out of range"),
-        (["--plot", "/no/such/folder/a.svg"], "plot='/no/such/folder/a.svg' lies in no existing directory"),
+        (["--plot", "/dev/null/a.svg"], "plot='/dev/null/a.svg' cannot be written"),
         (["--plot", "figure.txt"], "plot='figure.txt' has no known ending; use one of .svg, .png, .pdf"),
-        (["--output", "/no/such/folder/report.json"], "lies in no existing directory"),
+        (["--output", "/dev/null/report.json"], "output='/dev/null/report.json' cannot be written"),
         (["--model", "nothing"], "model='nothing' is unknown"),
         (["--drafter", "/no/such/drafter"], "/no/such/drafter"),
         (["--threads", "0"], "threads=0 is out of range"),
