@@ -31,8 +31,9 @@ demo: $(VENV)/.installed
 	$(BIN)/hspark demo
 
 # One thread in each test process: the tests are small, and threads of two processes would only wait for each other.
+# Files in their own order: by number of tests, as xdist would have it, the slow ones with few come last and alone.
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-quick: PYTEST_ARGS += -m "not slow"
 test-quick: test
