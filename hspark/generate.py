@@ -22,7 +22,8 @@ from hspark.options import (
     set_threads,
 )
 from hspark.policy import policy_names
-from hspark.speculator import HybridSpeculator, Prompt
+from hspark.prompts import Prompt
+from hspark.speculator import HybridSpeculator
 from hspark.terminal import Painter, legend, wants_colour
 
 _EXAMPLE = """

@@ -36,6 +36,7 @@ from hspark.huge_pages import use_huge_pages
 from hspark.models import end_token_ids, load_target, resolve_device, resolve_dtype
 from hspark.parallel import from_first_rank, is_sharded
 from hspark.policy import AcceptanceEstimator, CostModel, load_cost
+from hspark.prompts import Prompt, as_batch, for_each, items_of
 from hspark.request import Request
 from hspark.rows import new_rows
 from hspark.step import DecodeStep, StepFunctions
@@ -45,8 +46,6 @@ logger = logging.getLogger("hspark")
 
 # Models from so many bytes on are moved onto huge pages; small ones sit in the caches.
 HUGE_PAGES_FROM = 32 << 20
-
-Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ class HybridSpeculator:
                 why = f" ({self.tokenizer_problem})" if self.tokenizer_problem else ""
                 raise ValueError(f"prompt is a string, but this target has no tokenizer{why}; use a list of token ids")
             return self._tokenize(prompt)
-        items = _items("prompt", prompt)
+        items = items_of("prompt", prompt)
         if items and all(isinstance(item, dict) for item in items):
             return self._encode_messages(items)
         for item in items:
@@ -248,8 +247,8 @@ class HybridSpeculator:
         list is refused, as it might be meant as a prompt. A request that fails on the way has finish_reason "error";
         the others go on.
         """
-        batch = _batch(prompts)
-        each = _each(params, len(batch))
+        batch = as_batch(prompts)
+        each = for_each(params, len(batch))
         encoded = [self.encode(prompt) for prompt in batch]
         for ids, own in zip(encoded, each, strict=True):
             self.engine.check(ids, own)
@@ -275,7 +274,7 @@ class HybridSpeculator:
         The prompt is checked at once, the request starts with the first chunk asked for. Several streams may be open at
         once; each advances all of them.
         """
-        ids, (own,) = self.encode(prompt), _each(params, 1)
+        ids, (own,) = self.encode(prompt), for_each(params, 1)
         self.engine.check(ids, own)
         return self._stream(ids, own)
 
@@ -297,36 +296,3 @@ class HybridSpeculator:
                     self.engine.step()
         finally:
             self.engine.cancel(request)
-
-
-def _items(name: str, value: Any) -> list[Any]:
-    """The entries of a list, tuple, range, tensor or array."""
-    items = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(items, str | bytes | bytearray) or not isinstance(items, Sequence):
-        raise ValueError(f"{name}={value!r} is not usable; use a string, token ids, or a list of chat messages")
-    return list(items)
-
-
-def _batch(prompts: Any) -> list[Any]:
-    """A list of prompts, also where one prompt is given."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items = _items("prompts", prompts)
-    if not items:
-        raise ValueError("prompts is empty; use a prompt, or a list of at least one")
-    return [items] if all(isinstance(item, Integral | dict) for item in items) else items
-
-
-def _each(params: Any, count: int) -> list[SamplingParams]:
-    """One SamplingParams for each of `count` prompts."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    each = list(params) if isinstance(params, Sequence) else [params]
-    for own in each:
-        if not isinstance(own, SamplingParams):
-            raise ValueError(
-                f"params holds {own!r}; use SamplingParams, one for all prompts or a list with one for each"
-            )
-    if len(each) != count:
-        raise ValueError(f"params has {len(each)} entries for {count} prompts; use one, or one for each")
-    return each
