@@ -289,7 +289,8 @@ class Engine:
     def _resume(self) -> None:
         """After an interrupted step: every row goes back to what its request has been told, and nothing is in flight.
 
-        A step that was enqueued is lost. Its tokens come again: what a request emits is a function of its own text.
+        A step that was enqueued is lost. Its tokens come again: what a request emits is a function of its own text. So is
+        its word on NaNs, so whatever is not known to be valid is zeroed.
         """
         self.in_flight.clear()
         self.suspended.clear()
@@ -297,11 +298,13 @@ class Engine:
         for row, owner in enumerate(self.owners):
             if owner is None or owner.done:
                 self._release(row)
+                self.target.buffers.clear(row, 0)
                 continue
             self._write(row, owner)
             length = len(owner.prompt) + len(owner.token_ids)
             self.rows.tokens[row, :length] = torch.tensor(owner.prompt + owner.token_ids, device=self.device)
             self.rows.length[row] = length
+            self.target.buffers.clear(row, length - 1 if self._ready(owner) else owner.prefilled)
             if self._ready(owner):
                 self._start(row)
 

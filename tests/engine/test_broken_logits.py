@@ -189,3 +189,26 @@ def test_a_row_is_clean_after_a_stop_with_broken_drafts_behind_it(run_ahead: int
         first, second = serve(engine, [(prompt, params), (prompt, GREEDY)])
         assert first.token_ids == known()[prompt][: known()[prompt].index(stop) + 1]
         assert second.token_ids == known()[prompt]
+
+
+@ONE_AHEAD
+@pytest.mark.parametrize("call", [1, 2, 4])
+def test_rows_are_clean_after_an_interrupt_with_broken_drafts_in_flight(call: int, run_ahead: int) -> None:
+    """The outcome that says so is lost with the interrupted step; cancelled requests, too, leave their row to others."""
+    engine = poisoned_engine(run_ahead, rows=2, period=1)
+    requests = [engine.submit(list(p), GREEDY) for p in CLEAN[:2]]
+    collect, calls = engine._collect, [0]
+
+    def interrupted(flight: Any) -> None:
+        calls[0] += 1
+        if calls[0] == call:
+            raise KeyboardInterrupt
+        collect(flight)
+
+    engine._collect = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        finish(engine, requests, limit=400)
+    engine.cancel(requests[1])
+    requests[1] = engine.submit(list(CLEAN[2]), SamplingParams(max_new_tokens=14, speculate=False))
+    finish(engine, requests, limit=400)
+    assert [r.token_ids for r in requests] == [known()[CLEAN[0]], known()[CLEAN[2]]]
