@@ -289,8 +289,8 @@ class Engine:
     def _resume(self) -> None:
         """After an interrupted step: every row goes back to what its request has been told, and nothing is in flight.
 
-        A step that was enqueued is lost. Its tokens come again: what a request emits is a function of its own text. So is
-        its word on NaNs, so whatever is not known to be valid is zeroed.
+        A step that was enqueued is lost. Its tokens come again: what a request emits is a function of its own text. Its
+        word on NaNs is lost as well, so all that is not known to be valid is zeroed.
         """
         self.in_flight.clear()
         self.suspended.clear()

@@ -194,7 +194,7 @@ def test_a_row_is_clean_after_a_stop_with_broken_drafts_behind_it(run_ahead: int
 @ONE_AHEAD
 @pytest.mark.parametrize("call", [1, 2, 4])
 def test_rows_are_clean_after_an_interrupt_with_broken_drafts_in_flight(call: int, run_ahead: int) -> None:
-    """The outcome that says so is lost with the interrupted step; cancelled requests, too, leave their row to others."""
+    """The outcome that says so is lost with the interrupted step; a cancelled request leaves its row to another."""
     engine = poisoned_engine(run_ahead, rows=2, period=1)
     requests = [engine.submit(list(p), GREEDY) for p in CLEAN[:2]]
     collect, calls = engine._collect, [0]
