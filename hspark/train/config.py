@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from hspark.train.checks import check_flag, check_integer, check_number
+from hspark.policy.curves import whole
+from hspark.train.checks import check_flag, check_number
 from hspark.train.losses import LossWeights
 
 MAX_SEED = 2**32 - 1  # the generators' seeds are made from it and a step, and must fit 64 bits
@@ -55,15 +56,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "sequences", "micro_batch", "anchors"):
-            check_integer(name, getattr(self, name), 1)
+            whole(name, getattr(self, name), 1)
         for name in ("warmup", "cooldown", "vocabulary", "common"):
-            check_integer(name, getattr(self, name), 0)
+            whole(name, getattr(self, name), 0)
         if 0 < self.vocabulary < self.common:
             raise ValueError(
                 f"common={self.common!r} tokens do not fit into vocabulary={self.vocabulary!r}; use at most that many, "
                 "or vocabulary=0 for all tokens"
             )
-        check_integer("seed", self.seed, 0, MAX_SEED)
+        whole("seed", self.seed, 0, MAX_SEED)
         for name in ("lr", "matrix_lr", "clip"):
             check_number(name, getattr(self, name), lambda value: value > 0, "a finite number above 0")
         for name in ("seconds", "log_every", "save_every"):

@@ -14,8 +14,9 @@ from hspark.config import SamplingParams
 from hspark.engine import Engine
 from hspark.lab.outputs import read_outputs
 from hspark.models import LoadedTarget
+from hspark.policy.curves import whole
 from hspark.speculator import HybridSpeculator
-from hspark.train.checks import check_integer, check_number
+from hspark.train.checks import check_number
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def generate_outputs(
     ValueError for settings out of range, and for any other line that is not an answer, with its number.
     """
     check_number("sampled_share", sampled_share, lambda share: 0 <= share <= 1, "a share from 0 to 1")
-    check_integer("max_new_tokens", max_new_tokens, 1)
+    whole("max_new_tokens", max_new_tokens, 1)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     model: Any = target.model

@@ -10,7 +10,7 @@ from typing import Any
 
 from hspark.models import resolve_device
 from hspark.options import Parser, add_target_options, check_output_directory
-from hspark.train.checks import check_integer
+from hspark.policy.curves import whole
 from hspark.train.data import MIN_SUPERVISED
 from hspark.train.files import write_whole
 from hspark.train.recipe import add_recipe, train_config
@@ -145,12 +145,12 @@ def _refuse_changes(folder: Path, given: dict[str, Any], saved: dict[str, Any]) 
 
 def _check(options: argparse.Namespace) -> None:
     for name in ("layers", "taps", "block_size"):
-        check_integer(name, getattr(options, name), 1)
+        whole(name, getattr(options, name), 1)
     for name in ("markov_rank", "prompts", "invent"):
-        check_integer(name, getattr(options, name), 0)
+        whole(name, getattr(options, name), 0)
     if options.kv_heads is not None:
-        check_integer("kv_heads", options.kv_heads, 1)
-    check_integer("max_new_tokens", options.max_new_tokens, MIN_SUPERVISED)  # shorter outputs are not trained on
+        whole("kv_heads", options.kv_heads, 1)
+    whole("max_new_tokens", options.max_new_tokens, MIN_SUPERVISED)  # shorter outputs are not trained on
     train_config(options)
     for name, most in (("draft_length", options.block_size), ("draft_vocabulary", None)):
         value = getattr(options, name)

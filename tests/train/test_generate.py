@@ -104,7 +104,7 @@ def test_other_broken_lines_are_refused(tmp_path, target):
     ("values", "message"),
     [
         ({"sampled_share": 1.5}, r"sampled_share=1\.5; use a share"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0; use an integer"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 is not usable; use an integer"),
         ({"max_new_tokens": 128}, "max_new_tokens=128 leaves no room for a prompt; use less than max_length=128"),
     ],
 )
