@@ -23,6 +23,7 @@ from hspark.drafters.base import PromptReader
 from hspark.parallel import from_first_rank
 from hspark.policy import BudgetDecision, CostModel
 from hspark.readback import Readback
+from hspark.repair import resume, scrub
 from hspark.request import Request, check_request
 from hspark.rows import check_row, new_rows, write_request
 from hspark.sampling import SamplingMode
@@ -45,7 +46,8 @@ class Engine:
     they size. functions: the step's own, compiled or not; sizes are padded for compiled ones. rows: the device's record
     of free rows, or None for a new one. run_ahead: steps enqueued before the oldest outcome is read.
     prefill_tokens: prompt tokens processed between two decode steps while other requests are running. sharded: the
-    target is spread over processes that all run this engine on the same requests. Threads take turns, step by step.
+    target is spread over processes that all run this engine on the same requests. Threads take turns, step by step; one
+    that runs CUDA graphs stays with the thread that made it.
     """
 
     def __init__(
@@ -85,12 +87,14 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.in_flight: deque[InFlight] = deque()
         self.void_before = [0] * target.rows  # outcomes of earlier steps do not count for that row
-        self.suspended: set[int] = set()  # rows that take one step without drafts, see _scrub
+        self.suspended: set[int] = set()  # rows that take one step without drafts, see `hspark.repair.scrub`
         self.step_number = 0
         self.slots_verified = 0
         self.draft_failures = 0
         self._numbers = 0
         self._turn = threading.RLock()
+        # CUDA graphs can only be replayed by the thread that records them.
+        self.only_thread = threading.get_ident() if functions.compiled and self.device.type == "cuda" else None
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -118,9 +122,9 @@ class Engine:
             request.finish("cancelled")
             for row, owner in enumerate(self.owners):
                 if owner is request:
-                    self._release(row)
+                    self.release_row(row)
                     if not request.metrics.steps:  # nobody has seen logits of it: its prompt may have left NaNs
-                        self._scrub(row)
+                        scrub(self, row)
 
     @property
     def decision(self) -> BudgetDecision:
@@ -138,22 +142,29 @@ class Engine:
         """Admits, prefills a bounded number of prompt tokens, enqueues one decode step, collects an old one.
 
         Whatever interrupts it, a signal for example, the engine goes on afterwards from what requests have been told.
+        RuntimeError in another thread than the one that made the engine, where it runs CUDA graphs.
         """
+        if self.only_thread not in (None, threading.get_ident()):
+            raise RuntimeError(
+                "compile=True: CUDA graphs belong to the thread that made the engine; call it from there, or use "
+                "compile=False to call it from any thread"
+            )
         with self._turn:
             try:
                 self._admit()
                 self._prefill()
-                if any(owner is not None and self._ready(owner) for owner in self.owners):
+                if any(owner is not None and self.ready(owner) for owner in self.owners):
                     self._launch()
                 elif self.in_flight:
                     self._collect(self.in_flight.popleft())
                 while len(self.in_flight) > self.run_ahead:
                     self._collect(self.in_flight.popleft())
             except BaseException:
-                self._resume()
+                resume(self)
                 raise
 
-    def _ready(self, request: Request) -> bool:
+    def ready(self, request: Request) -> bool:
+        """Whether its prompt is processed, but for the last token, which is the first anchor."""
         return request.prefilled >= len(request.prompt) - 1
 
     def _admit(self) -> None:
@@ -166,21 +177,24 @@ class Engine:
         """Gives a free row to a request."""
         self.owners[row] = request
         request.admitted = time.perf_counter()
-        self._write(row, request)
+        self.write_row(row, request)
         self.suspended.discard(row)
-        if self._ready(request):
-            self._start(row)
+        if self.ready(request):
+            self.start_row(row)
 
-    def _write(self, row: int, request: Request) -> None:
+    def write_row(self, row: int, request: Request) -> None:
+        """Writes what the device has to know of a request, which does not run yet."""
         params, vocab = request.params, self.target.vocab_size
         self.rows = write_request(self.rows, row, request.prompt, params, request.seed, vocab)
         self.speculate[row] = params.speculate
 
-    def _start(self, row: int) -> None:
+    def start_row(self, row: int) -> None:
+        """From the next step on the row decodes."""
         self.rows.running[row] = True
         self.sizing.history.claim(row, self.step_number)
 
-    def _release(self, row: int) -> None:
+    def release_row(self, row: int) -> None:
+        """Frees a row, whoever holds it."""
         self.owners[row] = None
         self.rows.running[row] = False
         self.rows.length[row] = 1
@@ -189,11 +203,11 @@ class Engine:
     def _prefill(self) -> None:
         """Processes prompts, oldest request first; all but the last token, which is the first anchor. While others are
         decoding, at most `prefill_tokens` of them."""
-        busy = any(owner is not None and self._ready(owner) for owner in self.owners)
+        busy = any(owner is not None and self.ready(owner) for owner in self.owners)
         room = self.prefill_tokens
-        unready = [(o.number, row, o) for row, o in enumerate(self.owners) if o is not None and not self._ready(o)]
+        unready = [(o.number, row, o) for row, o in enumerate(self.owners) if o is not None and not self.ready(o)]
         for _, row, request in sorted(unready, key=lambda entry: entry[0]):
-            while not self._ready(request) and (room > 0 or not busy):
+            while not self.ready(request) and (room > 0 or not busy):
                 most = room if busy else self.prefill_tokens
                 count = min(len(request.prompt) - 1 - request.prefilled, most)
                 self._prefill_chunk(row, request, count)
@@ -213,14 +227,14 @@ class Engine:
                     self._draft_failed(error)
         request.prefilled += count
         request.metrics.prefill_seconds += time.perf_counter() - begun
-        if self._ready(request):
-            self._start(row)
+        if self.ready(request):
+            self.start_row(row)
 
     def _launch(self) -> None:
         """Enqueues one decode step for all ready rows."""
         if self.device.type == "cuda":  # what the last step's graphs put out has been copied and may be overwritten
             torch.compiler.cudagraph_mark_step_begin()
-        owners = tuple(o if o is not None and self._ready(o) else None for o in self.owners)
+        owners = tuple(o if o is not None and self.ready(o) else None for o in self.owners)
         running = [owner for owner in owners if owner is not None]
         mode = SamplingMode()
         for owner in running:
@@ -273,7 +287,7 @@ class Engine:
             if request is None or flight.step < self.void_before[row]:
                 continue
             if lists["failed"][row] and (request.done or lists["kept"][row]):
-                self._scrub(row)
+                scrub(self, row)
             elif lists["failed"][row]:
                 self._fail(row, request)
             elif not request.done:
@@ -283,47 +297,8 @@ class Engine:
     def _fail(self, row: int, request: Request) -> None:
         at = len(request.prompt) + len(request.token_ids)
         request.finish("error", f"the target's logits for position {at} hold NaN or infinity; the request was ended")
-        self._release(row)
-        self._scrub(row)
-
-    def _resume(self) -> None:
-        """After an interrupted step: every row goes back to what its request has been told, and nothing is in flight.
-
-        A step that was enqueued is lost. Its tokens come again: what a request emits is a function of its own text. Its
-        word on NaNs is lost as well, so all that is not known to be valid is zeroed.
-        """
-        self.in_flight.clear()
-        self.suspended.clear()
-        self.waiting = deque(request for request in self.waiting if request not in self.owners)
-        for row, owner in enumerate(self.owners):
-            if owner is None or owner.done:
-                self._release(row)
-                self.target.buffers.clear(row, 0)
-                continue
-            self._write(row, owner)
-            length = len(owner.prompt) + len(owner.token_ids)
-            self.rows.tokens[row, :length] = torch.tensor(owner.prompt + owner.token_ids, device=self.device)
-            self.rows.length[row] = length
-            self.target.buffers.clear(row, length - 1 if self._ready(owner) else owner.prefilled)
-            if self._ready(owner):
-                self._start(row)
-
-    def _scrub(self, row: int) -> None:
-        """Zeroes what NaNs may have left in a row's keys and values: even where masked, they poison a weighted sum.
-
-        What the row's present owner has been told stays. A step that failed with drafts, or for a request that has
-        ended, says nothing about that owner: it repeats from its newest token, without drafts, all that is in flight.
-        """
-        owner, valid = self.owners[row], 0
-        if owner is not None:
-            self.suspended.add(row)
-            self.speculate[row] = False
-            valid = owner.prefilled
-            if self._ready(owner):
-                valid = len(owner.prompt) + len(owner.token_ids) - 1
-                self.rows.length[row] = valid + 1
-        self.target.buffers.clear(row, valid)
-        self.void_before[row] = self.step_number
+        self.release_row(row)
+        scrub(self, row)
 
     def _deliver(self, row: int, request: Request, seen: dict[str, Any], logprobs: list[float] | None) -> None:
         limit = min(request.params.max_new_tokens, self.capacity - len(request.prompt))
@@ -333,10 +308,10 @@ class Engine:
             self.suspended.discard(row)
             self.speculate[row] = request.params.speculate
         if request.done and self.owners[row] is request:
-            self._release(row)
+            self.release_row(row)
 
     def check_integrity(self) -> None:
         """Compares host and device state; RuntimeError that says what differs. Meaningful with nothing in flight."""
         for row, owner in enumerate(self.owners):
-            ready, settled = owner is not None and self._ready(owner), not self.in_flight
+            ready, settled = owner is not None and self.ready(owner), not self.in_flight
             check_row(self.rows, row, owner, ready, settled, self.capacity)

@@ -18,6 +18,11 @@ import torch
 
 # Draft slots that a row may have, where the check comes before the drafters are known.
 USUAL_WIDTH = 15
+# Of a control group: its limit, what is used, and in memory.stat the part of it that is given back when needed.
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),  # version 2
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
+)
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -27,8 +32,34 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cpu" and sys.platform == "linux":
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+                return min([int(line.split()[1]) * 1024, *_free_in_groups()])
     return None
+
+
+def _free_in_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """Bytes left below each memory limit of the control groups that this process is in, such as a container's."""
+    free = []
+    for line in _read(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, (limit, used, cache) = (root / "memory", _GROUP_FILES[1]) if controllers else (root, _GROUP_FILES[0])
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):  # a container may see its own group as the top one, whatever the path
+            numbers = [_read(folder / name).strip() for name in (limit, used)]
+            if all(number.isdecimal() for number in numbers):  # a limit may also be "max"
+                entries = dict(entry.split() for entry in _read(folder / "memory.stat").splitlines())
+                free.append(max(0, int(numbers[0]) - int(numbers[1]) + int(entries.get(cache, 0))))
+            if folder == top:
+                break
+    return free
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def logits_bytes(rows: int, vocab_size: int, width: int = USUAL_WIDTH) -> int:

@@ -69,7 +69,7 @@ class HybridSpeculator:
     None (prompts are then token ids, and outputs have no text); `drafter`, a model Drafter, or None; `lookup`, "ngram",
     None, or a Drafter; `estimator` for the n-gram drafter, one or what `AcceptanceEstimator.resolve` takes; `cost`,
     "auto" (measured at start-up), a file, or a CostModel; and the settings of `EngineConfig`. Calls from several
-    threads take turns.
+    threads take turns; compiled for CUDA, a speculator is called from the thread that made it.
     """
 
     tokenizer_problem: str | None = None  # why a target that should have a tokenizer has none

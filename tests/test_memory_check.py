@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,32 @@ def test_what_fits_or_is_unknown_is_allowed(monkeypatch: pytest.MonkeyPatch) -> 
     for free in (None, memory.logits_bytes(2, VOCAB) + (1 << 20)):
         monkeypatch.setattr(memory, "free_memory", lambda _device, free=free: free)
         assert CausalTarget(tiny_llama(), 2, 64).rows == 2
+
+
+def in_group(root: Path, path: str, names: tuple[str, str], limit: object, used: int, stat: str) -> None:
+    folder = root / path
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in zip((*names, "memory.stat"), (limit, used, stat), strict=True):
+        (folder / name).write_text(f"{value}\n")
+
+
+def test_limits_of_control_groups_count(tmp_path: Path) -> None:
+    """A container's limit, which the machine's own free memory does not show; caches are given back when needed."""
+    own, root = tmp_path / "own", tmp_path / "root"
+    second, first = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    in_group(root, "outer", second, 1000, 700, "anon 400\ninactive_file 300")
+    in_group(root, "outer/inner", second, "max", 650, "inactive_file 300")
+    in_group(root, "memory/box", first, 500, 900, "total_inactive_file 50")
+
+    def free(text: str) -> list[int]:
+        own.write_text(text)
+        return memory._free_in_groups(root, own)
+
+    assert free("0::/outer/inner\n") == [600]
+    assert free("9:name=systemd:/\n4:cpu,memory:/box/gone\n0::/\n") == [0]
+    assert free("0::/\n") == [], "no limit"
+    assert memory._free_in_groups(root, tmp_path / "nothing") == []
+    assert (memory.free_memory(torch.device("cpu")) or 1) > 0
 
 
 def test_everything_a_step_writes_is_state() -> None:

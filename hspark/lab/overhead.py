@@ -22,6 +22,7 @@ from hspark.core import REASON_ONLY, Chain
 from hspark.engine import Engine
 from hspark.lab.arms import Arm, SpeculatorArm, parse_arm
 from hspark.lab.bench import ArmBuilder
+from hspark.lab.floor import linear_seconds
 from hspark.policy import chain_value
 from hspark.policy.merging import keep, pair
 from hspark.policy.selection import ModelOnly
@@ -137,7 +138,8 @@ class Share:
 class StepShares:
     """Shares of a decode step. seconds: of the step, median. hybrid_share: of all that is neither the target's nor the
     model drafter's forward, median over steps. context: mean tokens per row. tokens, slots: emitted and verified by a
-    step, over the batch, means."""
+    step, over the batch, means. linear_seconds: of the target's linear layers alone (`hspark.lab.floor`), on as many
+    tokens as a step packs on average."""
 
     steps: int
     batch_size: int
@@ -145,6 +147,7 @@ class StepShares:
     seconds: float
     tokens: float
     slots: float
+    linear_seconds: float
     parts: list[Share]
     hybrid_share: float
 
@@ -203,10 +206,14 @@ def measure_shares(
                 engine.cancel(request)
             while engine.has_work:
                 engine.step()
-    return _shares(booked, rows, statistics.fmean(contexts), tokens / len(booked), slots / len(booked))
+    packed = max(1, round(rows + slots / len(booked)))
+    linear = linear_seconds(engine.target.model, packed, clock=clock, synchronise=synchronise)
+    return _shares(booked, rows, statistics.fmean(contexts), tokens / len(booked), slots / len(booked), linear)
 
 
-def _shares(booked: list[dict[str, float]], rows: int, context: float, tokens: float, slots: float) -> StepShares:
+def _shares(
+    booked: list[dict[str, float]], rows: int, context: float, tokens: float, slots: float, linear: float
+) -> StepShares:
     totals = [sum(step.values()) for step in booked]
 
     def median_share(parts: Sequence[str]) -> float:
@@ -222,6 +229,7 @@ def _shares(booked: list[dict[str, float]], rows: int, context: float, tokens: f
         seconds=statistics.median(totals),
         tokens=tokens,
         slots=slots,
+        linear_seconds=linear,
         parts=[
             Share(part, statistics.median(step.get(part, 0.0) for step in booked), median_share([part]))
             for part in used

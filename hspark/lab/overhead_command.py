@@ -26,6 +26,7 @@ from hspark.lab.overhead import BASELINE, NEVER, StepShares, measure_shares, nev
 from hspark.lab.runs import BenchPrompt
 from hspark.models import LoadedTarget, load_target, resolve_device
 from hspark.options import Parser, add_drafting_options, add_target_options, check_output_file, set_threads
+from hspark.policy import policy_names
 from hspark.speculator import HybridSpeculator
 
 # Tokens of output that a row has room for: a round of steps in which every draft is accepted.
@@ -34,10 +35,12 @@ _EXAMPLE = """
 examples:
   hspark bench overhead
   hspark bench overhead edits.jsonl --limit 16 --max-new-tokens 128 --batch-size 4 --context 1024 --output overhead.json
+  hspark bench overhead edits.jsonl --policy vanilla --drafter none --batch-size 1 --context 512
 
-Two measurements. Shares: the parts of a decode step of the policy proposed (ngram_only without a model drafter), all
-rows running, each row beginning with the workload's text cut to --context tokens. Never chosen: model_only against a
-policy that runs both drafters and the whole choice and always keeps the model's chain, interleaved over the workload.
+Two measurements. Shares: the parts of a decode step of --policy, all rows running, each row beginning with the
+workload's text cut to --context tokens, and the step against the target's linear layers alone. Never chosen: model_only
+against a policy that runs both drafters and the whole choice and always keeps the model's chain, interleaved over the
+workload.
 """
 
 
@@ -58,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens of each row's prompt, for the shares (default: 1024)",
     )
     add("--steps", type=int, default=64, metavar="N", help="steps at least, for the shares (default: 64)")
+    add(
+        "--policy",
+        choices=policy_names(),
+        help="for the shares (default: proposed, or ngram_only without a model drafter)",
+    )
     add_report_options(parser)
     add_target_options(parser)
     add_drafting_options(parser)
@@ -73,6 +81,8 @@ def main(argv: Sequence[str]) -> int:
         if getattr(options, name) < 1:
             raise ValueError(f"{name}={getattr(options, name)} is out of range; use an integer of at least 1")
     settings = _settings(options)
+    if options.policy == "model_only" and settings.drafter is None:
+        raise ValueError("policy='model_only' needs a model drafter; give --drafter, or another policy")
     samples, name = load_samples(options)
     drafter = settings.open_drafter(options.dtype, options.device)
     target = load_target(options.model, options.dtype, options.device)
@@ -146,7 +156,7 @@ def run_shares(
         drafter=copy.copy(drafter),
         estimator=settings.estimator,
         cost=settings.cost,
-        policy="ngram_only" if drafter is None else "proposed",
+        policy=options.policy or ("ngram_only" if drafter is None else "proposed"),
         max_batch_size=options.batch_size,
         max_length=capacity,
         **settings.speculator_settings(),
@@ -179,6 +189,8 @@ def render_overhead(shares: StepShares, report: BenchReport | None, never: Ratio
         f"{shares.steps} steps",
         table(columns, shares.parts),
         f"all but the forwards of target and model drafter: {shares.hybrid_share * 100:.2f} % of a step",
+        f"the target's linear layers alone, on as many tokens: {shares.linear_seconds * 1e3:.2f} ms, of which the step "
+        f"takes {shares.seconds / shares.linear_seconds:.2f} times as much",
     ]
     if report is None or never is None:
         return "\n\n".join([*parts, "never chosen: not measured, as there is no model drafter to choose instead"])

@@ -131,6 +131,16 @@ def test_threads_take_turns() -> None:
     assert not made.engine.has_work
 
 
+def test_graphs_stay_with_the_thread_that_records_them() -> None:
+    made: HybridSpeculator = speculator()
+    assert made.engine.only_thread is None, "nothing is bound to a thread where there are no CUDA graphs"
+    made.engine.only_thread = threading.get_ident() + 1
+    with pytest.raises(RuntimeError, match="compile=True: CUDA graphs belong to the thread that made the engine"):
+        made.generate([CIRCLE[:1]], params(5))
+    made.engine.only_thread = threading.get_ident()
+    assert made.generate([CIRCLE[:1]], params(5))[0].token_ids == continuation(0, 5)
+
+
 def test_prompts_are_read_in_the_order_of_their_requests_and_in_bounded_parts() -> None:
     """A row that becomes free early does not let a newer request overtake, and a busy batch waits for one part."""
     law = random_law(16)

@@ -16,6 +16,7 @@ from hspark import HybridSpeculator, SamplingParams
 from hspark.cli import main
 from hspark.core import Chain
 from hspark.drafters.causal_lm import CausalLMDrafter
+from hspark.lab.floor import linear_layers, linear_seconds
 from hspark.lab.overhead import PARTS, NeverChoose, Stopwatch, measure_shares, timed_parts
 from hspark.lab.overhead_command import fill
 from hspark.policy import LinearCost, policy, policy_names
@@ -113,9 +114,32 @@ def test_shares_cover_the_step() -> None:
     models = sum(each.share for each in shares.parts if each.part in ("target forward", "drafter forward"))
     assert shares.hybrid_share == pytest.approx(1.0 - models)
     assert shares.tokens >= 2.0
+    assert shares.linear_seconds == 1.0
     assert 30 <= shares.context <= 70
     assert not made.engine.has_work
     made.engine.check_integrity()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_layers_are_those_of_a_forward(dtype: torch.dtype) -> None:
+    """Laid out anew or not, they hold every weight matrix of the model once; the embedding is no linear layer."""
+    plain = tiny_llama().to(dtype)
+    expected = sum(m.weight.numel() for m in plain.modules() if isinstance(m, torch.nn.Linear))
+    assert sum(m.in_features * m.out_features for m in linear_layers(plain)) == expected
+    made = HybridSpeculator(tiny_llama().to(dtype), policy="vanilla", max_length=64)
+    layers = linear_layers(made.engine.target.model)
+    assert sum(m.in_features * m.out_features for m in layers) == expected
+    assert len(layers) == 4 * made.engine.target.config.num_hidden_layers + 1
+
+
+def test_linear_layers_are_timed_together() -> None:
+    ticks, waits = ticking(), [0]
+
+    def wait() -> None:
+        waits[0] += 1
+
+    assert linear_seconds(tiny_llama(), 3, repeats=4, clock=ticks, synchronise=wait) == 1.0
+    assert waits == [8]
 
 
 def test_shares_need_an_idle_engine_and_room() -> None:
@@ -160,7 +184,14 @@ def test_overhead_without_a_model_drafter(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*options, "--drafter", "none"]) == 0
-    assert "never chosen: not measured, as there is no model drafter" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "never chosen: not measured, as there is no model drafter" in out
+    assert "\nn-gram scan " in out
+    assert main([*options, "--drafter", "none", "--policy", "vanilla"]) == 0
+    out = capsys.readouterr().out
+    assert "\nn-gram scan " not in out, "plain decoding scans nothing"
+    assert "and 0.0 drafts verified" in out
+    assert "the target's linear layers alone, on as many tokens: " in out
 
 
 def test_overhead_for_programs(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,6 +216,7 @@ def test_overhead_for_programs(options: list[str], tmp_path: Path, capsys: pytes
         (["--compile", "step"], "compile='step': the parts of a compiled step cannot be told apart"),
         (["--output", "/dev/null/report.json"], "output='/dev/null/report.json' cannot be written"),
         (["--limit", "0"], "limit=0 is out of range"),
+        (["--policy", "model_only", "--drafter", "none"], "policy='model_only' needs a model drafter"),
         (["--context", "1900"], "context=1900 is too long for the model's 2048 positions"),
     ],
 )

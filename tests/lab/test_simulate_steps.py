@@ -35,7 +35,7 @@ def trace(decoding: Engine, requests: Any) -> list[dict[str, Any]]:
 
     def verify(rows: Any, chain: Any, kept: Any, *rest: Any) -> Any:
         outcome = inner(rows, chain, kept, *rest)
-        owners = [owner if owner is not None and decoding._ready(owner) else None for owner in decoding.owners]
+        owners = [owner if owner is not None and decoding.ready(owner) else None for owner in decoding.owners]
         places = [0 if owner is None else len(owner.token_ids) for owner in owners]
         steps.append({"owners": owners, "places": places, "outcome": outcome, "decision": decoding.decision})
         return outcome
