@@ -29,6 +29,8 @@ from hspark.memory import check_memory
 from hspark.packing import fuse_norms, pack_linears
 from hspark.supported import check_architecture, decoder_layers, probe_layers
 
+QUERY_BLOCK = 32
+
 
 class CausalTarget:
     """The target model of the engine.
@@ -149,6 +151,7 @@ class CausalTarget:
         if self.compiled is not None:
             span, full = None, self.rows == 1
         first, last = span or (0, self.rows)
+        index = self._whole_blocks(index)
         queries = index.shape[1]
         position = anchor[row] + offset
         stride = self.max_length + 1
@@ -159,6 +162,18 @@ class CausalTarget:
         dense = full and row.shape[0] == (last - first) * queries
         packed = (row - first) * queries + offset
         return Plan(write, index[first:last], packed, masks, first, last - first, context, dense)
+
+    def _whole_blocks(self, index: Tensor) -> Tensor:
+        """`index` [R, Q], or [R, Q + 1] with the last query once more, so that all queries are summed in one order.
+
+        A CPU's attention takes a row's queries, of all heads that share keys, in blocks of 32, and one that is left
+        over by itself with a kernel whose sums have another order. In bfloat16 that flips near-ties.
+        """
+        alone = any(group * index.shape[1] % QUERY_BLOCK == 1 for _, group in self.buffers.kinds)
+        graph_of_one_row = self.compiled is not None and self.rows == 1
+        if not alone or not self.laid_out or self.dtype != torch.bfloat16 or graph_of_one_row:
+            return index
+        return torch.cat([index, index[:, -1:]], dim=1)
 
     def _prefill_plan(self, row: int, start: int, count: int) -> Plan:
         """One row's plan for `count` tokens from position `start` on."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from hspark import HybridSpeculator, SamplingParams
 from hspark.drafters.known import known_drafter
 from hspark.drafters.opening import open_drafter
 from hspark.models import LoadedTarget, load_target
+from hspark.packing import PackedLinear
 from hspark.policy import LinearCost
 
 PROGRAM = "def area(w, h):\n    if w < 0 or h < 0:\n        raise ValueError\n    return w * h"
@@ -29,14 +31,18 @@ HYBRID = [
 
 
 @pytest.fixture(scope="module")
-def target() -> LoadedTarget:
-    return load_target("smollm2-135m", "float32", "cpu")
+def target(request: pytest.FixtureRequest) -> LoadedTarget:
+    if request.param == "bfloat16" and not PackedLinear(torch.zeros(2, 2).bfloat16(), None).packed:
+        pytest.skip("this processor has no packed bfloat16 layers")
+    return load_target("smollm2-135m", request.param, "cpu")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("target", ["float32", "bfloat16"], indirect=True)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_one_seed_one_text(target: LoadedTarget, temperature: float) -> None:
     """All speculators take over the same model, one after the other."""
+    dtype = "bfloat16" if target.model.dtype == torch.bfloat16 else "float32"
     params = SamplingParams(max_new_tokens=32, temperature=temperature, seed=4)
     known = known_drafter(target.name)
     runs = FREE + (HYBRID if known else [])
@@ -47,7 +53,7 @@ def test_one_seed_one_text(target: LoadedTarget, temperature: float) -> None:
             target.tokenizer,
             name=target.name,
             eos_token_ids=target.eos_token_ids,
-            drafter=open_drafter(known, "float32", "cpu", drafting=drafting) if known else None,
+            drafter=open_drafter(known, dtype, "cpu", drafting=drafting) if known else None,
             policy=policy,
             drafting=drafting,
             cost=LinearCost(0.05, 0.001),
