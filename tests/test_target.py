@@ -88,8 +88,8 @@ def test_any_interleaving_equals_plain_model(family: str, data: st.DataObject) -
             for offset in range(good[row] + 1):
                 got = logits[layout.index[row, offset]]
                 want = expected[length[row] - 1 + offset]
-                # Relative to the largest logit, or to how far the plain model's own rounding takes it from float64, which
-                # is one draw itself: 5 times as much was seen. Mistakes show in float64.
+                # Relative to the largest logit, or to how far the plain model's own rounding takes it from float64: one
+                # draw itself, of which 5 times as much was seen. Mistakes show in float64.
                 allowed = torch.maximum(tolerance * want.abs().max().clamp(min=1.0), 16 * rounding)
                 assert (got - want).abs().max() <= allowed
             length[row] += good[row] + 1
