@@ -167,7 +167,8 @@ class CausalTarget:
         """`index` [R, Q], or [R, Q + 1] with the last query once more, so that all queries are summed in one order.
 
         A CPU's attention takes a row's queries, of all heads that share keys, in blocks of 32, and one that is left
-        over by itself with a kernel whose sums have another order. In bfloat16 that flips near-ties.
+        over by itself with a kernel whose sums have another order. In bfloat16 that flips near-ties. Compiled layers
+        of a single row take their queries as they are: another number of them would be another graph.
         """
         alone = any(group * index.shape[1] % QUERY_BLOCK == 1 for _, group in self.buffers.kinds)
         graph_of_one_row = self.compiled is not None and self.rows == 1
