@@ -93,7 +93,8 @@ class Engine:
         self.draft_failures = 0
         self._numbers = 0
         self._turn = threading.RLock()
-        # CUDA graphs can only be replayed by the thread that records them.
+        # torch keeps CUDA graphs by thread: in another one it fails (2.11), or records all of them anew, in memory of
+        # their own (2.13).
         self.only_thread = threading.get_ident() if functions.compiled and self.device.type == "cuda" else None
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -146,8 +147,8 @@ class Engine:
         """
         if self.only_thread not in (None, threading.get_ident()):
             raise RuntimeError(
-                "compile=True: CUDA graphs belong to the thread that made the engine; call it from there, or use "
-                "compile=False to call it from any thread"
+                "compile=True: torch keeps CUDA graphs for the thread that made the engine; call it from there, or "
+                "use compile=False to call it from any thread"
             )
         with self._turn:
             try:

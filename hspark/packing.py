@@ -59,9 +59,9 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.packed = _can_pack(weight.dtype)
         self.bias = bias
-        # The layout for one row. With AMX its kernels sum in one order for up to 128 rows (up to 9 from 8,192 inputs
-        # on), so that what is verified with drafts is what plain decoding computes, to the last bit. The usual layout
-        # changes order above 32 rows, where it is 10 % faster.
+        # The layout for one row. With AMX its kernels sum in one order for up to 128 rows of the default model's layers
+        # (64 and more below 8,192 inputs, 9 and more beyond), so that what is verified with drafts is what plain
+        # decoding computes, to the last bit. The usual layout changes order above 32 rows, where it is 10 % faster.
         self._matrix = torch.ops.mkldnn._reorder_linear_weight(weight, 1) if self.packed else weight
         self.weight = weight if keep_weight else None
         number = next(_numbers)

@@ -29,7 +29,8 @@ from hspark.memory import check_memory
 from hspark.packing import fuse_norms, pack_linears
 from hspark.supported import check_architecture, decoder_layers, probe_layers
 
-QUERY_BLOCK = 32
+# Queries that a CPU's attention takes together at least; `CausalTarget._whole_blocks` says what follows from it.
+_QUERY_BLOCK = 32
 
 
 class CausalTarget:
@@ -170,7 +171,7 @@ class CausalTarget:
         over by itself with a kernel whose sums have another order. In bfloat16 that flips near-ties. Compiled layers
         of a single row take their queries as they are: another number of them would be another graph.
         """
-        alone = any(group * index.shape[1] % QUERY_BLOCK == 1 for _, group in self.buffers.kinds)
+        alone = any(group * index.shape[1] % _QUERY_BLOCK == 1 for _, group in self.buffers.kinds)
         graph_of_one_row = self.compiled is not None and self.rows == 1
         if not alone or not self.laid_out or self.dtype != torch.bfloat16 or graph_of_one_row:
             return index

@@ -48,3 +48,18 @@ def test_verifying_drafts_has_the_bits_of_plain_decoding(heads: int, kv_heads: i
         for row in running.nonzero()[:, 0].tolist():
             for offset in range(slots[row] + 1):
                 assert torch.equal(logits[layout.index[row, offset]], plain[offset][row]), (slots, row, offset)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries", "expected"),
+    [(9, 3, 11, 12), (9, 3, 10, 10), (9, 3, 1, 1), (4, 4, 1, 2), (4, 4, 2, 2), (8, 2, 16, 16)],
+)
+def test_no_query_is_left_over_by_itself(heads: int, kv_heads: int, queries: int, expected: int) -> None:
+    """Heads that share keys are queries of one row to the attention's kernel, which takes 32 of them at a time."""
+    rows = torch.arange(ROWS).repeat_interleave(queries)
+    offsets = torch.arange(queries).repeat(ROWS)
+    index = torch.arange(ROWS * queries).view(ROWS, queries)
+    place = (rows, offsets, rows >= 0, index, torch.full((ROWS,), 5), LENGTH)
+    plan = build(heads, kv_heads).plan(*place, full=True)
+    assert plan.grid.shape == (ROWS, expected)
+    assert plan.dense == (expected == queries)

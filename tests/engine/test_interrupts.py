@@ -135,7 +135,7 @@ def test_graphs_stay_with_the_thread_that_records_them() -> None:
     made: HybridSpeculator = speculator()
     assert made.engine.only_thread is None, "nothing is bound to a thread where there are no CUDA graphs"
     made.engine.only_thread = threading.get_ident() + 1
-    with pytest.raises(RuntimeError, match="compile=True: CUDA graphs belong to the thread that made the engine"):
+    with pytest.raises(RuntimeError, match="compile=True: torch keeps CUDA graphs for the thread that made the engine"):
         made.generate([CIRCLE[:1]], params(5))
     made.engine.only_thread = threading.get_ident()
     assert made.generate([CIRCLE[:1]], params(5))[0].token_ids == continuation(0, 5)
